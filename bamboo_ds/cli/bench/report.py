@@ -1,0 +1,62 @@
+"""How a bench speaks: progress on stderr, a table, one JSON object as the last line, the verdict as exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+Item = TypeVar("Item")
+
+JSON_OPTION = typer.Option(False, "--json", help="Print the JSON object only, without the table.")
+QUICK_OPTION = typer.Option(False, "--quick", help="Run a part of it, in under a minute.")
+
+
+def progress(items: Sequence[Item], title: str) -> Iterator[Item]:
+    """Iterate with a progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    yield from track(items, title, console=console, disable=not console.is_terminal, transient=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, caption: str = "") -> Table:
+    """Lay rows out; floats are shortened, True and False become words."""
+    result = Table(*columns, title=title, caption=caption or None)
+    for row in rows:
+        result.add_row(*(_cell(value) for value in row))
+    return result
+
+
+def finish(report: dict[str, Any], tables: Sequence[Table], *, as_json: bool) -> None:
+    """Print the report and end the command.
+
+    Args:
+        report: Must hold `ok`; is printed as the last line.
+        tables: Shown before it.
+        as_json: Leave the tables out.
+
+    Raises:
+        typer.Exit: Always; code 0 when ok, else 1.
+    """
+    if not as_json:
+        for each in tables:
+            Console().print(each)
+    typer.echo(json.dumps(report))
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+def rounded(value: float) -> float:
+    """Shorten a measured figure to four significant digits, which is more than any of ours is worth."""
+    return float(f"{value:.4g}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "[bold red]no[/]"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "" if value is None else str(value)

@@ -1,0 +1,26 @@
+"""Reads the DeepSpeed config and Bamboo's block in it; the only room that knows keys, defaults and files.
+
+``source`` finds the config, ``block`` reads the ``bamboo`` block, ``supported`` refuses what we cannot do, ``batch``
+works out the global batch, ``world`` writes the config DeepSpeed itself is given. Nothing here needs torch or deepspeed
+to be imported, so a bad config is reported in well under a second.
+"""
+
+from bamboo_ds.config.batch import BatchSizes, resolve_batch_sizes
+from bamboo_ds.config.block import BambooConfig, Redundancy, bamboo_block
+from bamboo_ds.config.source import load_deepspeed_config
+from bamboo_ds.config.supported import check_supported
+from bamboo_ds.config.world import Precision, gradient_clipping, precision, world_of_one
+
+__all__ = [
+    "BambooConfig",
+    "BatchSizes",
+    "Precision",
+    "Redundancy",
+    "bamboo_block",
+    "check_supported",
+    "gradient_clipping",
+    "load_deepspeed_config",
+    "precision",
+    "resolve_batch_sizes",
+    "world_of_one",
+]

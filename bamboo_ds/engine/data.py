@@ -1,0 +1,183 @@
+"""Draws micro-batches, and keeps those of the running step.
+
+The first and the last stage of a pipeline both draw (one needs inputs, the other labels), and so does the shadow of the first stage, which is the last. All draw micro-batch m under a
+seed of its position in training, so a shuffle or a random crop comes out alike on each of them, seeded by the user or not; a checksum that travels through the pipeline proves it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from bamboo_ds.engine.state import Value
+from bamboo_ds.errors import ConfigError, DataExhaustedError, DataMismatchError
+from bamboo_ds.module import seed_all, untouched_randomness
+from bamboo_ds.plan.seeds import batch_seed
+
+_DIGEST_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        inputs: of the first stage, on the device.
+        labels: of the last stage, on the device.
+        digest: checksum of both; 0 where they were not in host memory.
+    """
+
+    inputs: Value
+    labels: Any
+    digest: int
+
+
+class StepBatches:
+    """The micro-batches of one step, drawn in order when first asked for.
+
+    Args:
+        iterator: the user's, or that of the training data; None on a worker that was given none.
+        transform: `set_batch_fn`'s function.
+        step: optimizer steps committed before.
+        share: indices in the global batch of this pipeline's micro-batches.
+        seed: the job's.
+        device: where tensors go.
+    """
+
+    def __init__(self, iterator: Iterator[Any] | None, *, transform: Callable[[Any], Any] | None, step: int, share: range, seed: int, device: torch.device) -> None:
+        self._iterator, self._transform, self._step, self._share = iterator, transform, step, share
+        self._seed, self._device = seed, device
+        self._drawn: list[Batch] = []
+
+    def batch(self, micro_batch: int) -> Batch:
+        """Return a micro-batch of the share.
+
+        Raises:
+            DataExhaustedError: the data ended before it.
+            ConfigError: there is no iterator, or it does not yield (inputs, labels).
+        """
+        while len(self._drawn) <= micro_batch:
+            self._drawn.append(self._draw(len(self._drawn)))
+        return self._drawn[micro_batch]
+
+    def _draw(self, micro_batch: int) -> Batch:
+        if self._iterator is None:
+            raise ConfigError("no data: give train_batch(data_iter=...) or initialize(training_data=...)")
+        with untouched_randomness():
+            seed_all(batch_seed(self._seed, step=self._step, micro_batch=self._share[micro_batch]))
+            try:
+                raw = next(self._iterator)
+            except StopIteration:
+                raise DataExhaustedError(self._ended(micro_batch)) from None
+            if self._transform is not None:
+                raw = self._transform(raw)
+        return self._placed(raw)
+
+    def _ended(self, micro_batch: int) -> str:
+        return (
+            f"data ended in step {self._step} after {micro_batch} of this pipeline's {len(self._share)} micro-batches; "
+            "this step was not taken. Stop here, or wrap the loader in deepspeed.utils.RepeatingLoader"
+        )
+
+    def _placed(self, raw: Any) -> Batch:
+        if not isinstance(raw, tuple | list) or len(raw) < 2:
+            raise ConfigError(f"the data iterator yielded {type(raw).__name__}; expected a pair (inputs, labels)")
+        inputs = self._on_device(raw[0])
+        if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))):
+            raise ConfigError("the inputs of a batch must be a tensor or a tuple of tensors")
+        return Batch(inputs=inputs, labels=self._on_device(raw[1]), digest=digest(raw[0], raw[1]))
+
+    def _on_device(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().to(self._device)
+        if isinstance(value, tuple | list):
+            return tuple(self._on_device(part) for part in value)
+        return value
+
+
+def digest(*values: Any) -> int:
+    """Return a checksum in 1..2**32 of tensors in host memory, or 0 when one is elsewhere."""
+    checksum = 0
+    for value in _flat(values):
+        if value.device.type != "cpu":
+            return 0
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        checksum = zlib.crc32(raw, zlib.crc32(repr((tuple(value.shape), value.dtype)).encode(), checksum))
+    return checksum + 1
+
+
+def check_same(first: int, last: int, *, step: int, micro_batch: int) -> None:
+    """Refuse to train on inputs and labels of different samples.
+
+    Raises:
+        DataMismatchError: the checksums of first and last stage differ.
+    """
+    if first and last and first != last:
+        raise DataMismatchError(
+            f"the first and the last stage drew different samples for micro-batch {micro_batch} of step {step} "
+            f"(checksums {first:#x} and {last:#x}): give both the same data in the same order (same files, same seed)"
+        )
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _flat(part)
+
+
+class ShareSampler(Sampler[list[int]]):
+    """Yields, without end, the sample indices of one pipeline's micro-batches.
+
+    The training data is one endless stream (the dataset over and over); step t takes the next `train_batch_size` samples of it, and micro-batch g of the global batch a fixed slice of those. So
+    the samples of a step do not depend on how many pipelines share them.
+
+    Args:
+        length: samples in the dataset.
+        first: samples consumed before.
+        micro_batch_size: samples per micro-batch.
+        micro_batches: M of the global batch.
+        share: indices in the global batch of this pipeline's micro-batches.
+    """
+
+    def __init__(self, *, length: int, first: int, micro_batch_size: int, micro_batches: int, share: range) -> None:
+        self._length, self._first, self._share = length, first, share
+        self._size, self._count = micro_batch_size, micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        position = self._first
+        while True:
+            for index in self._share:
+                start = position + index * self._size
+                yield [sample % self._length for sample in range(start, start + self._size)]
+            position += self._count * self._size
+
+
+def share_loader(dataset: Dataset[Any], *, first: int, micro_batch_size: int, micro_batches: int, share: range, collate_fn: Callable[..., Any] | None) -> DataLoader[Any]:
+    """Return the loader of one pipeline's share of a map-style dataset.
+
+    Raises:
+        ConfigError: the dataset is empty, or of the iterable style (use `iterable_share`).
+    """
+    length = len(dataset)  # type: ignore[arg-type]
+    if length == 0:
+        raise ConfigError("training_data is empty")
+    sampler = ShareSampler(length=length, first=first, micro_batch_size=micro_batch_size, micro_batches=micro_batches, share=share)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn)
+
+
+def iterable_share(dataset: IterableDataset[Any], *, micro_batch_size: int, micro_batches: int, share: range, collate_fn: Callable[..., Any] | None) -> Iterator[Any]:
+    """Yield one pipeline's share of an iterable dataset, which every pipeline reads as a whole."""
+    stream = iter(DataLoader(dataset, batch_size=micro_batch_size, collate_fn=collate_fn, drop_last=True))
+    while True:
+        whole = list(islice(stream, micro_batches))
+        if not whole:
+            return
+        yield from (whole[index] for index in share if index < len(whole))

@@ -1,0 +1,352 @@
+"""`BambooPipelineEngine`: a DeepSpeed `PipelineEngine` whose stages live in other processes that may vanish.
+
+DeepSpeed constructs it as the engine of a job of one process. Then it takes its place in the plan: its stage, its share of the micro-batches, its links. From there on DeepSpeed's own code still
+runs the step (timers, schedules, learning rates, monitors, printing) and Bamboo runs what crosses a process boundary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_GLOBAL_TIMER, STEP_MICRO_TIMER
+from torch.utils.data import IterableDataset
+
+from bamboo_ds.comm import Network
+from bamboo_ds.comm.failure import FailureBoard
+from bamboo_ds.config import BambooConfig, BatchSizes, gradient_clipping
+from bamboo_ds.engine.checkpointing import Checkpointing
+from bamboo_ds.engine.clock import OperationClock, follow
+from bamboo_ds.engine.commit import Committer, ExchangeCommitter
+from bamboo_ds.engine.data import StepBatches, iterable_share, share_loader
+from bamboo_ds.engine.execution import EXECUTION_MAP
+from bamboo_ds.engine.exit import close_at_exit, consequence
+from bamboo_ds.engine.gradients import GradientReducer, Replicas
+from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, loss_scaler, target_of
+from bamboo_ds.engine.state import Statistics, StepState
+from bamboo_ds.engine.swap import ActivationSwap
+from bamboo_ds.errors import ConfigError, EngineStoppedError, PeerLostError
+from bamboo_ds.module import BambooPipelineModule, untouched_randomness
+from bamboo_ds.plan import Decision, PlanSource, Vote
+from bamboo_ds.schedule import BambooInferenceSchedule, BambooTrainSchedule, StageCosts, instructions
+from bamboo_ds.world import world_of_one
+
+_LOGGED_TIMERS = [BATCH_INPUT_TIMER, FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER]
+_CAUSE_SECONDS = 2.0  # how long a worker with a broken link waits to learn why
+
+
+class BambooPipelineEngine(Checkpointing):
+    """Trains a pipeline with redundant layers; made by `bamboo_ds.initialize`.
+
+    Args:
+        model: the module, which holds its redundant layers already.
+        bamboo: the `bamboo` block.
+        sizes: the global batch.
+        source: where plans come from.
+        network: links and groups of the current plan.
+        failures: where workers say why they fail.
+        training_data: as given to `initialize`.
+        collate_fn: likewise.
+        engine_arguments: the rest of what DeepSpeed's engine takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: BambooPipelineModule,
+        bamboo: BambooConfig,
+        sizes: BatchSizes,
+        source: PlanSource,
+        network: Network,
+        failures: FailureBoard,
+        training_data: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        **engine_arguments: Any,
+    ) -> None:
+        self.bamboo, self.plan, self.network = bamboo, source.current(), network
+        self._source, self._failures, self._stopped = source, failures, ""
+        self._seed = bamboo.seed
+        place = self.plan.place(source.worker)
+        solo = model.solo_grid()
+        model._grid = solo
+        try:
+            with world_of_one(quiet=source.worker != 0):
+                super().__init__(model=model, mpu=solo, training_data=None, collate_fn=collate_fn, **engine_arguments)
+        finally:
+            model.answer_truly()
+        self._take_place(place.pipeline, sizes)
+        self._prepare()
+        self._set_training_data(training_data)
+        close_at_exit(self)
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    def _take_place(self, pipeline: int, sizes: BatchSizes) -> None:
+        """Adopt the plan: what DeepSpeed believed of its world of one is replaced by the truth."""
+        self.grid = self.mpu = self.module.mpu()
+        self.global_rank, self.world_size = self.grid.get_global_rank(), self.grid.world_size
+        self.num_stages, self.stage_id, self.pipeline_id = self.plan.num_stages, self.module.own_stage, pipeline
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.dp_world_size = self.seq_dp_world_size = self.plan.num_pipelines
+        self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, self.plan.num_pipelines > 1
+        self._take_share(sizes.micro_batches)
+        self._name_checkpoint_files()
+
+    def _take_share(self, micro_batches: int) -> None:
+        self._training_micro_batches = micro_batches
+        self.micro_batch_range = self.plan.share(self.pipeline_id, micro_batches=micro_batches)
+        self.micro_batches = len(self.micro_batch_range)
+
+    def _prepare(self) -> None:
+        self.statistics, self.stage_costs = Statistics(), None
+        self._local, self._clock = LocalGradients(), OperationClock()
+        self._reducer = GradientReducer(self.module, self.network)
+        self._replicas = Replicas(self.module, self.network)
+        self._committer: Committer = ExchangeCommitter(self.network.world)
+        self._swap = ActivationSwap(enabled=self.bamboo.activation_swap == "cpu", parameters=self._held_parameters)
+        self._decision: Decision | None = None
+        self._evaluations = 0
+        with self._guarded():
+            self._replicas.synchronise()
+        if isinstance(self.optimizer, MixedPrecisionOptimizer):
+            self.optimizer.refresh_masters()
+
+    def _held_parameters(self) -> Iterator[torch.Tensor]:
+        yield from self.module.parameters()
+        yield from self.module.redundant_parameters()
+
+    def _configure_distributed_model(self, model: BambooPipelineModule) -> None:
+        super()._configure_distributed_model(model)
+        dtype, _ = self._mixed_precision_dtypes()
+        if dtype is not None:
+            model.cast_redundant_layers(dtype)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        return optimizer and MixedPrecisionOptimizer(optimizer)
+
+    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
+        scaler = loss_scaler(self) if low_precision_dtype == torch.float16 else None
+        return MixedPrecisionOptimizer(optimizer, loss_scaler=scaler)
+
+    # ---- data --------------------------------------------------------------------------------------------------
+
+    def _set_training_data(self, training_data: Any) -> None:
+        self.training_data = training_data
+        if training_data is None or not self._draws():
+            return
+        shares = {
+            "micro_batch_size": self.micro_batch_size,
+            "micro_batches": self._training_micro_batches,
+            "share": self.micro_batch_range,
+            "collate_fn": self.collate_fn,
+        }
+        if isinstance(training_data, IterableDataset):
+            self.data_iterator = iterable_share(training_data, **shares)
+            return
+        self.training_dataloader = share_loader(training_data, first=self.global_samples, **shares)
+        self.data_iterator = iter(self.training_dataloader)
+
+    def _draws(self) -> bool:
+        return self.is_first_stage() or self.is_last_stage()
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return how many micro-batches this pipeline draws per step (DeepSpeed's own config holds those of the whole global batch)."""
+        return getattr(self, "micro_batches", self._config.gradient_accumulation_steps)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size from the next step on; the micro-batch size stays.
+
+        Raises:
+            ConfigError: it is no multiple of the micro-batch size, or leaves a pipeline without work.
+        """
+        micro_batches, rest = divmod(train_batch_size, self.micro_batch_size)
+        if rest or micro_batches < self.plan.num_pipelines:
+            raise ConfigError(
+                f"train_batch_size ({train_batch_size}) must be a multiple of the micro-batch size ({self.micro_batch_size}) "
+                f"with at least one micro-batch for each of {self.plan.num_pipelines} pipelines"
+            )
+        self._config.train_batch_size, self._config.gradient_accumulation_steps = train_batch_size, micro_batches
+        self._take_share(micro_batches)
+        if self.training_data is not None:
+            self._set_training_data(self.training_data)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train one global batch.
+
+        Args:
+            data_iter: yields this pipeline's micro-batches as (inputs, labels); absent: the training data.
+
+        Returns:
+            The mean loss over the global batch, on every worker.
+
+        Raises:
+            DataExhaustedError: the data ended inside the step; no worker has stepped.
+            NonFiniteLossError: a loss or gradient is not finite; no worker has stepped.
+            PeerLostError: another worker failed.
+            EngineStoppedError: this engine has failed before.
+        """
+        if self.optimizer is None:
+            raise ConfigError("train_batch() needs an optimizer: add `optimizer` to the DeepSpeed config or give one to initialize()")
+        with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness():
+            return super().train_batch(data_iter)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        training = isinstance(pipe_schedule, BambooTrainSchedule)
+        self._state = StepState(step=self.global_steps if training else -self._evaluations)
+        self._batches = StepBatches(
+            self.data_iterator,
+            transform=self.batch_fn,
+            step=self._state.step,
+            share=self.micro_batch_range if training else self._evaluation_range(pipe_schedule.micro_batches),
+            seed=self._seed,
+            device=self.device,
+        )
+        self._swap.begin_step()
+        super()._exec_schedule(pipe_schedule)
+
+    def _train_schedule(self) -> BambooTrainSchedule:
+        possible = self.micro_batches if self.module.redundant_stage is not None else 0
+        self.statistics.frc_possible += possible
+        return BambooTrainSchedule(
+            self.micro_batches, self.num_stages, self.stage_id, redundancy=self.bamboo.redundancy, costs=self.stage_costs
+        )
+
+    def _inference_schedule(self, micro_batches: int) -> BambooInferenceSchedule:
+        return BambooInferenceSchedule(micro_batches, self.num_stages, self.stage_id)
+
+    def _exec_reduce_grads(self) -> None:
+        self._reducer.reduce(self._local)
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Commit the step: agree with all workers, then step."""
+        self._clock.end_step()
+        self._count_host_bytes()
+        self._decision = self._committer.decide(self._vote(), loss_scale=self._loss_scale())
+        with self._breakdown(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER):
+            self._install_gradients(self._decision)
+            self._replicas.follow_buffers(self._decision.buffer_stages)
+            self._take_model_step(lr_kwargs)
+        self.network.forget()
+        self._local.clear()
+        self._drop_gradients()
+        self.stage_costs = follow(self.stage_costs, self._decision)
+        self._report_step()
+
+    def _vote(self) -> Vote:
+        norms = self._reducer.squared_norms()
+        losses = {self.micro_batch_range[m]: float(loss) for m, loss in self._state.losses.items()}
+        fp16 = self._loss_scale() != 1.0
+        return Vote(
+            worker=self._source.worker,
+            step=self._state.step,
+            pipeline=self.pipeline_id,
+            stage=self.stage_id,
+            squared_norms=norms,
+            losses=losses,
+            additional_losses={name: float(total) / self.micro_batches for name, total in self._state.additional_losses.items()},
+            overflow=fp16 and not all(map(_finite, norms.values())),
+            forward_seconds=self._clock.seconds("forward"),
+            backward_seconds=self._clock.seconds("backward"),
+            buffers_changed=self._replicas.changed(),
+        )
+
+    @torch.no_grad()
+    def _install_gradients(self, decision: Decision) -> None:
+        """Hand the summed gradients, clipped by the global norm, to the optimizer."""
+        coefficient = 1.0 / self._loss_scale()
+        limit = gradient_clipping(self.config)
+        if limit > 0:
+            coefficient *= min(1.0, limit / (decision.global_norm + 1e-6))
+        for parameter, total in self._reducer.sums():
+            target = target_of(parameter, self.optimizer)
+            target.grad = total
+            if total is not None and coefficient != 1.0:
+                total.mul_(coefficient)
+        self._global_grad_norm = decision.global_norm
+        if isinstance(self.optimizer, MixedPrecisionOptimizer):
+            self.optimizer.overflow = decision.overflow
+
+    def clip_fp32_gradients(self) -> None:
+        """Do nothing: gradients were clipped by the global norm at the commit; DeepSpeed's own norm is that of one stage."""
+
+    def _drop_gradients(self) -> None:
+        for parameter, _ in self._reducer.sums():
+            parameter.grad = None
+            target_of(parameter, self.optimizer).grad = None
+
+    def _count_host_bytes(self) -> None:
+        journal = sum(meta.bytes for link in self.network.outbound.values() for sent in link.journal() for meta in sent.header.tensors)
+        swapped = self._swap.saved_bytes if self.bamboo.activation_swap == "cpu" else 0
+        self.statistics.swap_saved_bytes = max(self.statistics.swap_saved_bytes, swapped)
+        self.statistics.host_peak_bytes = max(self.statistics.host_peak_bytes, swapped + journal)
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        assert self._decision is not None
+        self.agg_additional_losses = {name: torch.tensor(value, device=self.device) for name, value in self._decision.additional_losses.items()} or None
+        self.dp_group_loss = torch.tensor(self._decision.pipeline_losses[self.pipeline_id], device=self.device)
+        self._state = StepState(step=self.global_steps)
+        return torch.tensor(self._decision.mean_loss, dtype=torch.float32, device=self.device)
+
+    def _report_step(self) -> None:
+        """Write learning rate and loss scale to the monitor, and the breakdown of times to the log, as DeepSpeed does."""
+        if self.global_rank == 0 and self.monitor.enabled:
+            events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            if self.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
+            self.monitor.write_events(events)
+        if self.wall_clock_breakdown() and self.steps_per_print() and self.global_steps % self.steps_per_print() == 0:
+            self.timers.log(_LOGGED_TIMERS)
+
+    _INSTRUCTION_MAP = {
+        **EXECUTION_MAP,
+        instructions.ReduceGrads: _exec_reduce_grads,
+        instructions.OptimizerStep: _exec_optimizer_step,
+    }
+
+    # ---- failing and ending ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Let every worker hear why one fails, and none wait for it."""
+        if self._stopped:
+            raise EngineStoppedError(f"this engine stopped earlier: {self._stopped}; start the job again")
+        try:
+            yield
+        except PeerLostError as error:
+            cause = self._failures.cause(wait_seconds=_CAUSE_SECONDS)
+            self._stop(error)
+            raise consequence(error, cause) from None
+        except BaseException as error:
+            self._failures.report(error)
+            self._stop(error)
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        self._stopped = f"{type(error).__name__}: {error}"
+        self.network.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other workers that this one ends with `error`."""
+        if not self._stopped:
+            self._failures.report(error)
+            self._stop(error)
+
+    def close(self) -> None:
+        """End links and groups; the engine cannot train afterwards. Called at exit if not before."""
+        if not self._stopped:
+            self._stopped = "it was closed"
+            self.network.close()
+
+    def destroy(self) -> None:
+        """Close, and free what DeepSpeed's engine holds."""
+        self.close()
+        super().destroy()
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0

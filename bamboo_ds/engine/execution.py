@@ -1,0 +1,225 @@
+"""Executes the instructions of a schedule on tensors: one method per instruction.
+
+Every method names a stage and a micro-batch; what it reads and leaves is in the `StepState`. DeepSpeed's own `_exec_*` work on numbered buffers and on blocking sends between ranks, and are all
+replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import (
+    BATCH_INPUT_TIMER,
+    PIPE_RECV_GRAD_TIMER,
+    PIPE_RECV_INPUT_TIMER,
+    PIPE_SEND_GRAD_TIMER,
+    PIPE_SEND_OUTPUT_TIMER,
+    PipelineEngine,
+)
+from deepspeed.utils.timer import BACKWARD_GLOBAL_TIMER, BACKWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER, FORWARD_MICRO_TIMER
+
+from bamboo_ds.comm import Address, Kind, Message, Network, make_message
+from bamboo_ds.engine.clock import OperationClock
+from bamboo_ds.engine.data import StepBatches, check_same
+from bamboo_ds.engine.precision import LocalGradients
+from bamboo_ds.engine.state import Slot, StepState, Value, like, tensors_of
+from bamboo_ds.engine.swap import ActivationSwap
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.module import BambooPipelineModule
+from bamboo_ds.plan import Plan
+from bamboo_ds.plan.seeds import layer_seed
+from bamboo_ds.schedule import instructions
+
+
+class Execution(PipelineEngine):
+    """The instruction half of the engine."""
+
+    module: BambooPipelineModule
+    plan: Plan
+    network: Network
+    micro_batch_range: range
+    _state: StepState
+    _batches: StepBatches
+    _local: LocalGradients
+    _clock: OperationClock
+    _swap: ActivationSwap
+    _seed: int
+    _training_micro_batches: int
+
+    # ---- loading and computing ---------------------------------------------------------------------------------
+
+    def _exec_load_micro_batch(self, stage: int, micro_batch: int) -> None:
+        with self._breakdown(BATCH_INPUT_TIMER):
+            batch = self._batches.batch(micro_batch)
+            if stage == 0:
+                slot = self._state.slot(stage, micro_batch)
+                slot.inputs, slot.digest = batch.inputs, batch.digest
+
+    def _exec_forward_pass(self, stage: int, micro_batch: int) -> None:
+        slot = self._state.slot(stage, micro_batch)
+        with self._breakdown(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER), self._clock.timed("forward"):
+            slot.outputs = self._run(stage, micro_batch, slot.inputs)
+            if stage == self.num_stages - 1:
+                self._take_loss(slot, micro_batch)
+
+    def _run(self, stage: int, micro_batch: int, inputs: Value | None) -> Any:
+        """Run a stage on copies of its inputs, so that a layer which works in place spoils nothing that is still needed."""
+        assert inputs is not None, f"stage {stage} runs micro-batch {micro_batch} before its inputs are there"
+        copies = tuple(tensor.clone() for tensor in tensors_of(inputs))
+        position = self.micro_batch_range[micro_batch]
+        outputs = self.module.run_stage(
+            stage, like(inputs, copies), seed_of=lambda layer: layer_seed(self._seed, step=self._state.step, micro_batch=position, layer=layer)
+        )
+        if stage < self.num_stages - 1:
+            outputs = _checked(outputs, stage)
+        return outputs
+
+    def _take_loss(self, slot: Slot, micro_batch: int) -> None:
+        batch = self._batches.batch(micro_batch)
+        if self.num_stages > 1:
+            check_same(slot.digest, batch.digest, step=self._state.step, micro_batch=self.micro_batch_range[micro_batch])
+        if self.eval_return_logits:
+            self.outputs = slot.outputs
+        has_loss_fn = self._compute_loss and self.module.loss_fn is not None
+        self.loss = self.module.loss_fn(slot.outputs, batch.labels) if has_loss_fn else slot.outputs
+        slot.loss = self.loss
+        self._state.losses[micro_batch] = _detached(self.loss)
+        for name, value in (self.module.get_additional_losses() or {}).items():
+            known = self._state.additional_losses.get(name)
+            self._state.additional_losses[name] = value.detach() if known is None else known + value.detach()
+        if not torch.is_grad_enabled():
+            slot.outputs = slot.loss = None
+
+    def _exec_backward_pass(self, stage: int, micro_batch: int) -> None:
+        slot = self._state.slot(stage, micro_batch)
+        with self._breakdown(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER), self._clock.timed("backward"):
+            if stage == self.num_stages - 1:
+                self._backward_loss(slot)
+            else:
+                outputs = [tensor for tensor in tensors_of(slot.outputs) if tensor.requires_grad]  # type: ignore[arg-type]
+                if outputs:
+                    torch.autograd.backward(outputs, list(slot.output_gradients))
+            self._local.collect(self._reducer.own_parameters)
+        slot.outputs, slot.loss, slot.output_gradients = None, None, ()
+
+    def _backward_loss(self, slot: Slot) -> None:
+        if not isinstance(slot.loss, torch.Tensor) or slot.loss.numel() != 1:
+            raise ConfigError("the last stage must end in a scalar loss: give loss_fn, or let the last layer return one")
+        if slot.loss.requires_grad:
+            (slot.loss * (self._loss_scale() / self._training_micro_batches)).backward()
+
+    def _exec_redundant_forward(self, stage: int, micro_batch: int) -> None:
+        """Run the next stage's forward as its owner does, and keep what its backward would need in host memory."""
+        inputs = self._redundant_inputs(stage, micro_batch)
+        with self._swap.hooks():
+            outputs = self._run(stage, micro_batch, inputs)
+        self._state.redundant[stage, micro_batch] = Slot(inputs=inputs, outputs=outputs)
+        self.statistics.frc_done += 1
+
+    def _redundant_inputs(self, stage: int, micro_batch: int) -> Value:
+        if stage == 0:
+            return self._batches.batch(micro_batch).inputs
+        sent = self._state.slot(stage - 1, micro_batch).sent
+        assert sent is not None, f"redundant forward of stage {stage} before the worker's own forward of micro-batch {micro_batch}"
+        return self._received(sent)
+
+    # ---- sending and receiving ---------------------------------------------------------------------------------
+
+    def _exec_send_activations(self, stage: int, micro_batch: int) -> None:
+        slot = self._state.slot(stage, micro_batch)
+        assert slot.outputs is not None
+        with self._breakdown(PIPE_SEND_OUTPUT_TIMER):
+            tensors = tensors_of(slot.outputs)
+            slot.sent = make_message(
+                self._address(Kind.ACTIVATION, stage + 1, micro_batch),
+                tensors,
+                is_tuple=isinstance(slot.outputs, tuple),
+                requires_grad=[tensor.requires_grad for tensor in tensors],
+                digest=slot.digest,
+            )
+            self.network.outbound[Kind.ACTIVATION].send(slot.sent)
+        if not torch.is_grad_enabled():
+            slot.inputs = slot.outputs = slot.sent = None
+
+    def _exec_recv_activations(self, stage: int, micro_batch: int) -> None:
+        with self._breakdown(PIPE_RECV_INPUT_TIMER):
+            message = self.network.inbound[Kind.ACTIVATION].receive(self._address(Kind.ACTIVATION, stage, micro_batch))
+            slot = self._state.slot(stage, micro_batch)
+            slot.inputs, slot.digest = self._received(message), message.header.digest
+
+    def _received(self, message: Message) -> Value:
+        """Return a message's tensors as leaves on the device; those whose sender expects a gradient require one."""
+        leaves = tuple(
+            tensor.to(self.device).requires_grad_(meta.requires_grad and torch.is_grad_enabled())
+            for tensor, meta in zip((tensor.detach() for tensor in message.tensors), message.header.tensors, strict=True)
+        )
+        return leaves if message.header.is_tuple else leaves[0]
+
+    def _exec_send_grads(self, stage: int, micro_batch: int) -> None:
+        """Send back a gradient for each tensor that asks for one; zero where the stage did not use it."""
+        slot = self._state.slot(stage, micro_batch)
+        assert slot.inputs is not None
+        with self._breakdown(PIPE_SEND_GRAD_TIMER):
+            asked = [tensor for tensor in tensors_of(slot.inputs) if tensor.requires_grad]
+            gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in asked]
+            address = self._address(Kind.GRADIENT, stage - 1, micro_batch)
+            self.network.outbound[Kind.GRADIENT].send(make_message(address, gradients, is_tuple=True, requires_grad=[False] * len(gradients)))
+        slot.inputs = None
+
+    def _exec_recv_grads(self, stage: int, micro_batch: int) -> None:
+        with self._breakdown(PIPE_RECV_GRAD_TIMER):
+            message = self.network.inbound[Kind.GRADIENT].receive(self._address(Kind.GRADIENT, stage, micro_batch))
+            gradients = tuple(tensor.to(self.device) for tensor in message.tensors)
+            self._state.slot(stage, micro_batch).output_gradients = gradients
+
+    def _address(self, kind: Kind, stage: int, micro_batch: int) -> Address:
+        return Address(
+            kind=kind, epoch=self.plan.epoch, version=self.plan.version, step=self._state.step, stage=stage, micro_batch=micro_batch
+        )
+
+    # ---- timers ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _breakdown(self, *names: str) -> Iterator[None]:
+        """Run DeepSpeed's timers around a block when `wall_clock_breakdown` asks for them."""
+        if not self.wall_clock_breakdown():
+            yield
+            return
+        for name in names:
+            self.timers(name).start()
+        yield
+        for name in names:
+            self.timers(name).stop()
+
+    def _loss_scale(self) -> float:
+        return float(getattr(self.optimizer, "loss_scale", 1.0))
+
+
+# DeepSpeed dispatches by exact class through this map of functions, so overriding methods alone would change nothing.
+EXECUTION_MAP = {
+    instructions.LoadMicroBatch: Execution._exec_load_micro_batch,
+    instructions.ForwardPass: Execution._exec_forward_pass,
+    instructions.BackwardPass: Execution._exec_backward_pass,
+    instructions.RedundantForward: Execution._exec_redundant_forward,
+    instructions.SendActivation: Execution._exec_send_activations,
+    instructions.RecvActivation: Execution._exec_recv_activations,
+    instructions.SendGrad: Execution._exec_send_grads,
+    instructions.RecvGrad: Execution._exec_recv_grads,
+}
+
+
+def _checked(outputs: Any, stage: int) -> Value:
+    if isinstance(outputs, list):
+        outputs = tuple(outputs)
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    strangers = [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]
+    if strangers:
+        raise ConfigError(f"the last layer of stage {stage} returned {', '.join(strangers)}; between stages only a tensor or a tuple of tensors can pass")
+    return outputs  # type: ignore[no-any-return]
+
+
+def _detached(loss: Any) -> Any:
+    return loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss]

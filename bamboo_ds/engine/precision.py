@@ -1,0 +1,146 @@
+"""Mixed precision: low-precision weights with fp32 masters, parameter by parameter.
+
+DeepSpeed's bf16 and fp16 optimizers flatten all weights into one tensor and clip by their local norm. Layers that come and go need state that follows the parameter, and the norm is a global
+fact decided at the commit; so masters, gradients and optimizer state are kept per parameter here, and clipping is done before `step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+
+class MixedPrecisionOptimizer(DeepSpeedOptimizer):
+    """Wraps an optimizer of low-precision parameters so that it steps fp32 masters.
+
+    Args:
+        optimizer: its parameters of low precision are replaced by masters; fp32 parameters are stepped as they are.
+        loss_scaler: DeepSpeed's loss scaler (fp16); None for bf16.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, loss_scaler: Any = None) -> None:
+        self.optimizer = optimizer
+        self.loss_scaler = loss_scaler
+        self.overflow = False
+        self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            group["params"] = [self._with_master(parameter) for parameter in group["params"]]
+
+    def _with_master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if parameter.dtype not in (torch.float16, torch.bfloat16):
+            return parameter
+        self.masters[parameter] = torch.nn.Parameter(parameter.detach().float())
+        return self.masters[parameter]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the wrapped optimizer (learning rates live there)."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """State of the wrapped optimizer, by master."""
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor in the loss; 1 without a scaler."""
+        return float(self.loss_scaler.loss_scale) if self.loss_scaler is not None else 1.0
+
+    cur_scale = loss_scale
+
+    def step(self, closure: Any = None) -> None:
+        """Step the masters and cast them into the weights; after an overflow only lower the loss scale."""
+        if not self.overflow:
+            self.optimizer.step()
+            self.cast_masters()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(self.overflow)
+
+    @torch.no_grad()
+    def cast_masters(self) -> None:
+        """Overwrite the weights with their masters."""
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Overwrite the masters with the weights, after these were loaded."""
+        for parameter, master in self.masters.items():
+            master.copy_(parameter)
+
+    refresh_fp32_params = refresh_masters
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for parameter in self.masters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer, the masters in order and the loss scaler."""
+        return {
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "masters": [master.detach() for master in self.masters.values()],
+            "loss_scaler": self.loss_scaler,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], **_: Any) -> None:
+        """Load what `state_dict` returned."""
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for master, saved in zip(self.masters.values(), state_dict["masters"], strict=True):
+            master.copy_(saved)
+        if self.loss_scaler is not None:
+            self.loss_scaler = state_dict["loss_scaler"]
+        self.cast_masters()
+
+
+def loss_scaler(engine: Any) -> Any:
+    """Return DeepSpeed's loss scaler for the `fp16` block of an engine's config."""
+    return CreateLossScaler(
+        dtype=torch.float16,
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
+
+
+def target_of(parameter: torch.nn.Parameter, optimizer: Any) -> torch.nn.Parameter:
+    """Return the tensor that the optimizer steps for a parameter: its master, or itself."""
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        return optimizer.masters.get(parameter, parameter)
+    return parameter
+
+
+class LocalGradients:
+    """The gradients of this worker's own backwards, kept until the commit.
+
+    Low-precision gradients are added into fp32 accumulators after each micro-batch; the sum over micro-batches would otherwise be rounded to low precision at each addition.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def collect(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Take in what the last backward left in `.grad`."""
+        for parameter in parameters:
+            if parameter.grad is None or parameter.dtype not in (torch.float16, torch.bfloat16):
+                continue
+            if parameter in self._sums:
+                self._sums[parameter].add_(parameter.grad)
+            else:
+                self._sums[parameter] = parameter.grad.float()
+            parameter.grad = None
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the sum over the micro-batches so far; None when nothing reached the parameter."""
+        return self._sums.get(parameter, parameter.grad)
+
+    def clear(self) -> None:
+        """Drop the low-precision sums."""
+        self._sums = {}

@@ -1,0 +1,83 @@
+"""The errors Bamboo raises. Each class says what the caller should do next.
+
+::
+
+    Exception
+     +-- BambooError                  everything below; catch this to catch all of ours
+          +-- ConfigError             fix the config file or the arguments  (also a ValueError)
+          |    +-- UnsupportedFeatureError   asks for something Bamboo refuses by name: leave it out
+          +-- InfeasiblePlanError     this number of workers does not fit the job: wait for nodes, or ask for less
+          +-- ScheduleError           an order of work that cannot run: our bug, please report it
+          +-- PeerLostError           a link to a peer broke or timed out: look at the peer, it failed first
+          +-- DataExhaustedError      the data ended inside a step: stop, or repeat the loader (also a StopIteration)
+          +-- DataMismatchError       the first and last stage hold different samples: make their loaders agree
+          +-- NonFiniteLossError      a loss is NaN or infinite: look at the named step and micro-batch
+          +-- EngineStoppedError      the engine failed before and was used again: make a new one
+
+A message carries the offending values and the remedy. Every constructor takes the message only, so that an error
+survives pickling on its way from a worker to whoever reports it. This module imports nothing: every room may use it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BambooError",
+    "ConfigError",
+    "DataExhaustedError",
+    "DataMismatchError",
+    "EngineStoppedError",
+    "InfeasiblePlanError",
+    "NonFiniteLossError",
+    "PeerLostError",
+    "ScheduleError",
+    "UnsupportedFeatureError",
+]
+
+
+class BambooError(Exception):
+    """Base of every error that Bamboo raises on purpose."""
+
+
+class ConfigError(BambooError, ValueError):
+    """Report a config or an argument that cannot be right: the user fixes the file.
+
+    The message names the key, the value found and what is allowed.
+    """
+
+
+class UnsupportedFeatureError(ConfigError):
+    """Refuse, by name and at start, a DeepSpeed feature that Bamboo does not support (yet)."""
+
+
+class InfeasiblePlanError(BambooError):
+    """Report that no plan fits this number of workers: wait for nodes, or ask for fewer stages or pipelines."""
+
+
+class ScheduleError(BambooError):
+    """Report an order of work that would deadlock, lose or repeat something: a bug of Bamboo, never of the user."""
+
+
+class PeerLostError(BambooError):
+    """Report a link that broke or timed out; the message describes the peer.
+
+    It is the consequence of a failure elsewhere: a launcher's report should show the peer's own error first.
+    """
+
+
+class DataExhaustedError(BambooError, StopIteration):
+    """Report that the data ended inside a step; the message says which step and after how many micro-batches.
+
+    It is a ``StopIteration`` too, which is what DeepSpeed lets through in the same place.
+    """
+
+
+class DataMismatchError(BambooError):
+    """Report that the first and the last stage of a pipeline drew different samples for one micro-batch."""
+
+
+class NonFiniteLossError(BambooError):
+    """Report a loss that is NaN or infinite; the message holds step, micro-batch and value."""
+
+
+class EngineStoppedError(BambooError):
+    """Report the use of an engine after a failure left it without a valid state."""

@@ -1,0 +1,124 @@
+"""Wires config -> plan -> module -> engine; the only place that knows all of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+from bamboo_ds.comm import Network
+from bamboo_ds.comm.failure import FailureBoard
+from bamboo_ds.config import BambooConfig, bamboo_block, check_supported, load_deepspeed_config, resolve_batch_sizes, world_of_one as solo_config
+from bamboo_ds.engine import BambooPipelineEngine, with_redundant
+from bamboo_ds.engine.gradients import reductions_of
+from bamboo_ds.errors import ConfigError, InfeasiblePlanError, UnsupportedFeatureError
+from bamboo_ds.module import BambooPipelineModule, adopt
+from bamboo_ds.plan import StaticPlanSource
+from bamboo_ds.world import World, init_distributed, world_of_one
+
+_stock_initialize = deepspeed.initialize
+_instances = itertools.count()
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Make an engine; the arguments and the result are those of `deepspeed.initialize`.
+
+    A `PipelineModule` whose config has a `bamboo` block gets a `BambooPipelineEngine`; everything else goes to DeepSpeed unchanged.
+
+    Returns:
+        `(engine, optimizer, training_dataloader, lr_scheduler)`.
+
+    Raises:
+        ConfigError: the config or an argument cannot be right.
+        UnsupportedFeatureError: the config asks for something Bamboo refuses by name.
+        InfeasiblePlanError: the workers do not make whole pipelines.
+    """
+    found = _config(args, config, config_params)
+    block = bamboo_block(found) if found is not None else None
+    if block is None or not isinstance(model, PipelineModule):
+        _refuse_module_without_block(model)
+        return _stock_initialize(
+            args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data, lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port, mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn, config=config,
+            mesh_param=mesh_param, config_params=config_params,
+        )  # type: ignore[no-any-return]  # fmt: skip
+    _refuse_arguments(model, mpu, mesh_param)
+    check_supported(found)
+    world = init_distributed(block.timeout_seconds)
+    engine = _engine(
+        adopt(model, world), found, block, world, args=args, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
+        lr_scheduler=lr_scheduler, collate_fn=collate_fn, dist_init_required=dist_init_required,
+    )  # fmt: skip
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
+    given = (config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
+    return load_deepspeed_config(args, config, config_params) if any(value is not None for value in given) else None
+
+
+def _refuse_module_without_block(model: Any) -> None:
+    if isinstance(model, BambooPipelineModule):
+        raise ConfigError('a BambooPipelineModule needs a `bamboo` block in the DeepSpeed config; `"bamboo": {}` takes every default')
+
+
+def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
+    if isinstance(model, DualPipeVModule):
+        raise UnsupportedFeatureError("DualPipeVModule is not supported with a `bamboo` block: use PipelineModule")
+    if mpu is not None or mesh_param is not None:
+        raise UnsupportedFeatureError("initialize(mpu=..., mesh_param=...) is not supported with a pipeline: leave both out")
+
+
+def _engine(model: BambooPipelineModule, config: dict[str, Any], block: BambooConfig, world: World, *, optimizer: Any, model_parameters: Any, **rest: Any) -> BambooPipelineEngine:
+    plan = model.plan
+    if block.pipelines is not None and block.pipelines != plan.num_pipelines:
+        raise InfeasiblePlanError(
+            f"{world.size} workers make {plan.num_pipelines} pipeline(s) of {plan.num_stages} stages, but bamboo.pipelines = {block.pipelines}: "
+            f"start {block.pipelines * plan.num_stages} workers or leave bamboo.pipelines out"
+        )
+    if plan.num_stages < block.min_stages:
+        raise InfeasiblePlanError(f"num_stages = {plan.num_stages} is below bamboo.min_stages = {block.min_stages}")
+    sizes = resolve_batch_sizes(config, plan.num_pipelines)
+    source, instance = StaticPlanSource(plan, worker=world.rank), next(_instances)
+    redundancy = block.redundancy != "off"
+    if redundancy:
+        model.hold_redundant_layers()
+    network = Network(
+        plan, worker=world.rank, backing=world.store, instance=instance, reductions=reductions_of(model), redundancy=redundancy,
+        timeout_seconds=block.timeout_seconds, check=lambda: source.check(plan),
+    )  # fmt: skip
+    parameters = with_redundant(model, model_parameters=model_parameters, optimizer=optimizer, world=network.world)
+    solo = _solo_config(config, sizes, reporter=world.rank == 0)
+    with world_of_one(quiet=world.rank != 0):
+        parsed = DeepSpeedConfig(solo, model.solo_grid())
+    return BambooPipelineEngine(
+        model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=FailureBoard(world.store, worker=world.rank, instance=instance),
+        optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
+    )  # fmt: skip
+
+
+def _solo_config(config: dict[str, Any], sizes: Any, *, reporter: bool) -> dict[str, Any]:
+    solo = solo_config(config, sizes, reporter=reporter, on_cpu=get_accelerator().device_name() == "cpu")
+    # Recomputed blocks seed their own layers, and torch's non-reentrant checkpoint takes any inputs and outputs.
+    solo["pipeline"] = {**(solo.get("pipeline") or {}), "use_reentrant": False}
+    return solo

@@ -1,0 +1,133 @@
+"""Builds layers so that every holder of a layer starts with the same weights.
+
+DeepSpeed draws the weights of a stage from whatever the random generator holds when it builds it, so they depend on the partition. Here the generator is seeded before each
+layer, from its global index. What was drawn is then put back, so building layers leaves no trace in the user's random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from bamboo_ds.errors import ConfigError
+
+LayerFunction = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class StageLayers:
+    """The layers of one stage on one worker.
+
+    Attributes:
+        stage: index of the stage.
+        start: global index of its first layer.
+        functions: what to call for each layer, in order.
+        modules: the `nn.Module` behind each layer that has one, by global layer index.
+        tied_keys: key of each tied layer, by global layer index.
+    """
+
+    stage: int
+    start: int
+    functions: list[LayerFunction] = field(default_factory=list)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    tied_keys: dict[int, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def untouched_randomness() -> Iterator[None]:
+    """Put back the state of every random generator at the end."""
+    accelerator = get_accelerator()
+    on_device = accelerator.device_name() != "cpu"
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    device_before = accelerator.get_rng_state() if on_device else None
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        if on_device:
+            accelerator.set_rng_state(device_before)
+
+
+def seed_all(seed: int) -> None:
+    """Seed every random generator that a layer or a dataset may draw from."""
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.manual_seed(seed)
+
+
+def build_stage(
+    specs: Sequence[Any], *, stage: int, bounds: tuple[int, int], tied: dict[str, nn.Module], seed_layer: Callable[[int], None]
+) -> StageLayers:
+    """Build the layers of a stage.
+
+    Args:
+        specs: all layers of the model, as given to `PipelineModule`.
+        stage: index of the stage.
+        bounds: global indices of its first layer and of the one after its last.
+        tied: tied modules of this worker by key; missing ones are built and added.
+        seed_layer: seeds the generators for a global layer index.
+    """
+    layers = StageLayers(stage=stage, start=bounds[0])
+    for index in range(*bounds):
+        spec = specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            _add_tied(layers, index, spec, tied, seed_layer, first=_first_index(specs, spec.key))
+        elif isinstance(spec, LayerSpec):
+            seed_layer(index)
+            _add(layers, index, spec.build())
+        else:
+            _add(layers, index, spec)
+    return layers
+
+
+def _add(layers: StageLayers, index: int, layer: Any) -> None:
+    layers.functions.append(layer)
+    if isinstance(layer, nn.Module):
+        layers.modules[index] = layer
+
+
+def _add_tied(
+    layers: StageLayers, index: int, spec: TiedLayerSpec, tied: dict[str, nn.Module], seed_layer: Callable[[int], None], *, first: int
+) -> None:
+    if spec.key not in tied:
+        seed_layer(first)
+        tied[spec.key] = spec.build()
+    module = tied[spec.key]
+    layers.functions.append(module if spec.forward_fn is None else partial(spec.forward_fn, module))
+    layers.modules[index] = module
+    layers.tied_keys[index] = spec.key
+
+
+def _first_index(specs: Sequence[Any], key: str) -> int:
+    return next(index for index, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec) and spec.key == key)
+
+
+def refuse_hidden_ties(specs: Sequence[Any]) -> None:
+    """Refuse parameters that sit in two layers at once: only `TiedLayerSpec` keeps them equal across stages.
+
+    Raises:
+        ConfigError: two layers given as modules share a parameter.
+    """
+    seen: dict[int, int] = {}
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, nn.Module):
+            continue
+        for name, parameter in spec.named_parameters():
+            first = seen.setdefault(id(parameter), index)
+            if first != index:
+                raise ConfigError(f"layers {first} and {index} share the parameter {name!r}; tie them with TiedLayerSpec, or they drift apart across stages")

@@ -1,0 +1,331 @@
+"""A `PipelineModule` that builds its own stage and, off the module tree, the redundant layers of the next.
+
+DeepSpeed sees a world of one, so its module would hold all layers. `_partition_layers` is where a stage is chosen, and there the plan's stage is put in.
+The redundant layers are kept off the tree: `parameters()`, parameter counts and checkpoints then show the own stage only, as users and DeepSpeed expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime import utils as deepspeed_utils
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bamboo_ds.errors import ConfigError, UnsupportedFeatureError
+from bamboo_ds.module.grid import PlanGrid
+from bamboo_ds.module.layers import StageLayers, build_stage, refuse_hidden_ties, seed_all, untouched_randomness
+from bamboo_ds.plan import Plan, static_plan
+from bamboo_ds.plan.seeds import initial_seed
+from bamboo_ds.world import World, init_distributed, local_device, world_of_one
+
+SeedOfLayer = Callable[[int], int]
+
+_STOCK_CHECKPOINTS = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)
+
+
+class BambooPipelineModule(PipelineModule):
+    """A drop-in for `deepspeed.pipe.PipelineModule`, with its constructor.
+
+    Layers given as `LayerSpec` start from a seed per global layer index, so the weights do not depend on the number of stages.
+
+    Args:
+        layers: the model as a sequence of `LayerSpec`, `TiedLayerSpec`, modules or functions.
+        num_stages: P; alternatively `topology`.
+        topology: a DeepSpeed topology with the axes `pipe` and `data`.
+        loss_fn: `loss_fn(outputs, labels)`; absent: the last layer returns the loss.
+        seed_layers: draw the weights of layer i under the seed `base_seed + i`.
+        seed_fn: seeds the generators, with `seed_layers`.
+        base_seed: see `seed_layers`.
+        partition_method: `"parameters"`, `"uniform"` or `"type:REGEX"`.
+        activation_checkpoint_interval: layers per checkpointed block; 0 for none.
+        activation_checkpoint_func: a checkpoint function of your own; DeepSpeed's two mean torch's non-reentrant checkpoint here.
+        checkpointable_layers: names of the layer classes that may be checkpointed.
+        dynamic_shape: accepted; shapes may always change here.
+
+    Raises:
+        ConfigError: fewer layers than stages, or parameters shared without `TiedLayerSpec`.
+        InfeasiblePlanError: the workers do not make whole pipelines.
+        UnsupportedFeatureError: the topology has a third axis.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], None] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        world = init_distributed()
+        specs = list(layers)
+        self._take_place(world, stages_of(num_stages, topology), pipelines_of(topology))
+        self._initial_seed = torch.initial_seed()
+        refuse_hidden_ties(specs)
+        with world_of_one(quiet=world.rank != 0):
+            super().__init__(
+                specs,
+                topology=PipeDataParallelTopology(num_pp=1, num_dp=1),
+                loss_fn=loss_fn,
+                seed_layers=seed_layers,
+                seed_fn=seed_fn,
+                base_seed=base_seed,
+                partition_method=partition_method,
+                activation_checkpoint_interval=activation_checkpoint_interval,
+                activation_checkpoint_func=activation_checkpoint_func,
+                checkpointable_layers=checkpointable_layers,
+                dynamic_shape=dynamic_shape,
+            )
+        self.answer_truly()
+
+    # ---- place -------------------------------------------------------------------------------------------------
+
+    def _take_place(self, world: World, num_stages: int, pipelines: int | None) -> None:
+        self.plan = static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines)
+        self.worker = world.rank
+        self.own_stage = self.plan.place(world.rank).stage
+        self.redundant_stage: int | None = None
+        self._redundant: StageLayers | None = None
+        self._tied: dict[str, nn.Module] = {}
+
+    def answer_truly(self) -> None:
+        """Let `mpu()`, `topology()` and the stage attributes speak of the plan instead of DeepSpeed's world of one."""
+        self._grid = PlanGrid(self.plan, worker=self.worker)
+        self._topo = self._grid.topology()
+        self.num_stages, self.stage_id, self.global_rank = self.plan.num_stages, self.own_stage, self.worker
+        self.world_size = len(self.plan.workers)
+
+    def solo_grid(self) -> Any:
+        """Return the grid of DeepSpeed's world of one, for the construction of its engine."""
+        with world_of_one(quiet=True):
+            return PipelineParallelGrid(topology=PipeDataParallelTopology(num_pp=1, num_dp=1))
+
+    # ---- building ----------------------------------------------------------------------------------------------
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        count, stages = len(self._layer_specs), self.plan.num_stages
+        if count < stages:
+            raise ConfigError(f"{count} layers cannot fill {stages} stages: give at least one layer per stage or fewer stages")
+        with untouched_randomness():
+            self.parts = [int(bound) for bound in self._bounds(method.lower(), stages)]
+        self._set_bounds(self.parts[self.own_stage], self.parts[self.own_stage + 1])
+
+    def _bounds(self, method: str, stages: int) -> Sequence[int]:
+        if method == "uniform":
+            return deepspeed_utils.partition_uniform(num_items=len(self._layer_specs), num_parts=stages)  # type: ignore[no-any-return]
+        if method == "parameters":
+            return deepspeed_utils.partition_balanced(weights=self._count_layer_params(), num_parts=stages)  # type: ignore[no-any-return]
+        if method.startswith("type:"):
+            chosen = set(self._find_layer_type(method.split(":", 1)[1]))
+            weights = [int(index in chosen) for index in range(len(self._layer_specs))]
+            return deepspeed_utils.partition_balanced(weights=weights, num_parts=stages)  # type: ignore[no-any-return]
+        raise ConfigError(f"partition_method = {method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
+
+    def _build(self) -> None:
+        self._own = self._build_stage(self.own_stage)
+        for index, layer in self._own.modules.items():
+            if index in self._own.tied_keys:
+                self.tied_modules[self._own.tied_keys[index]] = layer
+                self.tied_weight_attrs[self._own.tied_keys[index]] = self._layer_specs[index].tied_weight_attr
+            else:
+                self.add_module(str(index), layer)
+                self.fwd_map[str(index)] = index - self._own.start
+        self.forward_funcs = self._own.functions
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+
+    def _build_stage(self, stage: int) -> StageLayers:
+        bounds = (self.parts[stage], self.parts[stage + 1])
+        with untouched_randomness():
+            return build_stage(self._layer_specs, stage=stage, bounds=bounds, tied=self._tied, seed_layer=self._seed_layer)
+
+    def _seed_layer(self, index: int) -> None:
+        if not self.seed_layers:
+            seed_all(initial_seed(self._initial_seed, layer=index))
+        elif self.seed_fn is not None:
+            self.seed_fn(self.base_seed + index)
+        else:
+            deepspeed_utils.set_random_seed(self.base_seed + index)
+
+    def hold_redundant_layers(self) -> None:
+        """Build the layers of the next stage, if there is one, off the module tree."""
+        self.redundant_stage = self.plan.redundant_stage(self.own_stage)
+        if self.redundant_stage is None:
+            return
+        self._redundant = self._build_stage(self.redundant_stage)
+        for layer in self._redundant.modules.values():
+            layer.to(local_device())
+        for parameter in self.redundant_parameters():
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+    def cast_redundant_layers(self, dtype: torch.dtype) -> None:
+        """Cast the floating-point parameters of the redundant layers, as DeepSpeed casts those of the module."""
+        for parameter in self.redundant_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+    # ---- what is held ------------------------------------------------------------------------------------------
+
+    def layers_of(self, stage: int) -> dict[int, nn.Module]:
+        """Return the modules of a held stage by global layer index (a tied module at each index it is used)."""
+        return dict(self._stage(stage).modules)
+
+    def held_stages(self) -> tuple[int, ...]:
+        """Return the own stage and, where held, the redundant one."""
+        return (self.own_stage,) if self.redundant_stage is None else (self.own_stage, self.redundant_stage)
+
+    def redundant_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the redundant layers that no own layer shares, each once."""
+        own = {id(parameter) for parameter in self.parameters()}
+        held = {} if self._redundant is None else self._redundant.modules
+        unique = {id(parameter): parameter for layer in held.values() for parameter in layer.parameters()}
+        return [parameter for key, parameter in unique.items() if key not in own]
+
+    def tied_stages(self) -> dict[str, frozenset[int]]:
+        """Return the stages that use each tied layer."""
+        stages: dict[str, set[int]] = {}
+        for index, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                stages.setdefault(spec.key, set()).add(self.stage_owner(index))
+        return {key: frozenset(users) for key, users in stages.items()}
+
+    def tied_first_layers(self) -> dict[str, int]:
+        """Return the global index of the first layer of each tie."""
+        first: dict[str, int] = {}
+        for index, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                first.setdefault(spec.key, index)
+        return first
+
+    def untied_layers(self, stage: int) -> dict[int, nn.Module]:
+        """Return the modules of a held stage that are not tied, by global layer index."""
+        layers = self._stage(stage)
+        return {index: module for index, module in layers.modules.items() if index not in layers.tied_keys}
+
+    def tied_module(self, key: str) -> nn.Module | None:
+        """Return this worker's one copy of a tied module; None when it holds none."""
+        return self._tied.get(key)
+
+    def _stage(self, stage: int) -> StageLayers:
+        if stage == self.own_stage:
+            return self._own
+        if self._redundant is not None and stage == self._redundant.stage:
+            return self._redundant
+        raise ConfigError(f"worker {self.worker} holds the stages {self.held_stages()}, not {stage}")
+
+    def train(self, mode: bool = True) -> BambooPipelineModule:
+        """Set training mode on the own and the redundant layers."""
+        super().train(mode)
+        held = {} if self._redundant is None else self._redundant.modules
+        for layer in held.values():
+            layer.train(mode)
+        return self
+
+    # ---- running -----------------------------------------------------------------------------------------------
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run the own stage, without seeding its layers."""
+        return self.run_stage(self.own_stage, forward_input)
+
+    def run_stage(self, stage: int, inputs: Any, *, seed_of: SeedOfLayer | None = None) -> Any:
+        """Run the layers of a held stage.
+
+        Args:
+            stage: own or redundant stage.
+            inputs: a tensor or a tuple of tensors.
+            seed_of: the seed under which a layer (global index) runs; None leaves the generators alone.
+
+        Returns:
+            A tensor or a tuple of tensors.
+        """
+        functions = self._stage(stage).functions
+        interval = self.activation_checkpoint_interval
+        if interval == 0 or not torch.is_grad_enabled():
+            return self._run_block(stage, 0, len(functions), seed_of, inputs)
+        for start in range(0, len(functions), interval):
+            stop = min(start + interval, len(functions))
+            block = partial(self._run_block, stage, start, stop, seed_of)
+            blocked = inputs if isinstance(inputs, tuple) else (inputs,)
+            inputs = self._checkpointed(block, *blocked) if self._is_checkpointable(functions[start:stop]) else block(*blocked)
+        return inputs
+
+    def _run_block(self, stage: int, start: int, stop: int, seed_of: SeedOfLayer | None, *inputs: Any) -> Any:
+        layers = self._stage(stage)
+        value = inputs[0] if len(inputs) == 1 else inputs
+        for position in range(start, stop):
+            self.curr_layer = layers.start + position
+            if seed_of is not None:
+                seed_all(seed_of(self.curr_layer))
+            value = layers.functions[position](value)
+        return value
+
+    def _checkpointed(self, block: Callable[..., Any], *inputs: Any) -> Any:
+        """Recompute the block in backward; its layers seed themselves, so the generators' state need not be kept."""
+        if self.activation_checkpoint_func in _STOCK_CHECKPOINTS:
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.activation_checkpoint_func(block, *inputs)
+
+
+def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int:
+    """Return P from the two ways in which DeepSpeed takes it."""
+    if topology is None and num_stages is None:
+        raise ConfigError("give num_stages or topology")
+    if topology is None:
+        return int(num_stages or 0)
+    sliced = [axis for axis in topology.get_axis_names() if axis not in ("pipe", "data") and topology.get_dim(axis) > 1]
+    if sliced:
+        raise UnsupportedFeatureError(f"topology with the axis {sliced[0]!r} (tensor slicing) is not supported: use the axes 'pipe' and 'data'")
+    return int(topology.get_dim("pipe"))
+
+
+def pipelines_of(topology: ProcessTopology | None) -> int | None:
+    """Return D as a topology gives it."""
+    return None if topology is None else max(int(topology.get_dim("data")), 1)
+
+
+def adopt(model: PipelineModule, world: World) -> BambooPipelineModule:
+    """Turn a module that stock DeepSpeed has built into ours, keeping its class name and its parameters.
+
+    DeepSpeed tests class names, so the new class has the name of the old one.
+    """
+    if isinstance(model, BambooPipelineModule):
+        return model
+    topology = model.topology()
+    stages_of(None, topology)
+    refuse_hidden_ties(model._layer_specs)
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (BambooPipelineModule, kind), {"__doc__": kind.__doc__})
+    adopted: BambooPipelineModule = model  # type: ignore[assignment]
+    adopted._take_place(world, topology.get_dim("pipe"), topology.get_dim("data"))
+    adopted._initial_seed = torch.initial_seed()
+    adopted.parts = [int(bound) for bound in adopted.parts]
+    adopted.tied_comms = {}
+    adopted._own = _described(adopted)
+    adopted.answer_truly()
+    return adopted
+
+
+def _described(model: BambooPipelineModule) -> StageLayers:
+    """Describe the stage that stock DeepSpeed has built."""
+    layers = StageLayers(stage=model.own_stage, start=model._local_start, functions=model.forward_funcs)
+    for index, function in enumerate(model.forward_funcs, start=model._local_start):
+        spec = model._layer_specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            layers.modules[index], layers.tied_keys[index] = model.tied_modules[spec.key], spec.key
+            model._tied[spec.key] = model.tied_modules[spec.key]
+        elif isinstance(function, nn.Module):
+            layers.modules[index] = function
+    return layers

@@ -1,0 +1,111 @@
+"""Finds this process's place among the others, and the store through which they meet.
+
+The launchers differ (`deepspeed`, `torchrun`, `srun`) but all describe the job in environment variables. A missing one is named here, at once:
+DeepSpeed would fall into MPI discovery and ask for mpi4py.
+
+The default process group of `torch.distributed` belongs to the user's code: its rank and size are the true ones. Nothing of a training step runs on it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_distributed
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d
+
+from bamboo_ds.importing import forbid_shared_memory_op
+from bamboo_ds.errors import ConfigError
+
+_REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+_SLURM_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all processes of the job.
+
+    Attributes:
+        rank: 0 <= rank < size; in a static job this is the worker id.
+        size: number of processes.
+        store: key-value store that all processes share.
+    """
+
+    rank: int
+    size: int
+    store: torch_distributed.Store
+
+
+def init_distributed(timeout_seconds: float = 300.0) -> World:
+    """Join the job's processes; safe to call again, and after `deepspeed.init_distributed` or `torch.distributed.init_process_group`.
+
+    Args:
+        timeout_seconds: how long to wait for the other processes, and the limit of later user collectives on the default group.
+
+    Raises:
+        ConfigError: the launcher's environment variables are missing or wrong.
+    """
+    forbid_shared_memory_op()
+    if not torch_distributed.is_initialized():
+        _complete_environment()
+        distributed_c10d.default_pg_timeout = timedelta(seconds=timeout_seconds)
+        torch_distributed.init_process_group(backend=_backend(), timeout=timedelta(seconds=timeout_seconds))
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
+    store = torch_distributed.PrefixStore("bamboo", distributed_c10d._get_default_store())
+    return World(rank=torch_distributed.get_rank(), size=torch_distributed.get_world_size(), store=store)
+
+
+def _backend() -> str:
+    """Gloo beside the accelerator's backend, so that user code may also reduce host tensors."""
+    device, backend = get_accelerator().device_name(), get_accelerator().communication_backend_name()
+    return "gloo" if device == "cpu" or not torch_distributed.is_backend_available(backend) else f"cpu:gloo,{device}:{backend}"
+
+
+def _complete_environment() -> None:
+    """Fill in what `srun` names differently; then name what is missing."""
+    for name, slurm_name in _SLURM.items():
+        if name not in os.environ and slurm_name in os.environ and "SLURM_STEP_ID" in os.environ:
+            os.environ[name] = os.environ[slurm_name]
+    if "SLURM_STEP_NODELIST" in os.environ and "RANK" in os.environ:
+        os.environ.setdefault("MASTER_ADDR", _first_host(os.environ["SLURM_STEP_NODELIST"]))
+        os.environ.setdefault("MASTER_PORT", str(_SLURM_PORT))
+    missing = [name for name in _REQUIRED if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"environment variable {', '.join(missing)} not set: start the script with a launcher, for example "
+            "`torchrun --nproc-per-node N script.py` or `deepspeed --num_gpus N script.py` (or `srun`), or set "
+            f"{', '.join(_REQUIRED)} in each process"
+        )
+    _check_numbers()
+
+
+def _check_numbers() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not os.environ[name].isdigit():
+            raise ConfigError(f"environment variable {name} = {os.environ[name]!r}: expected a whole number")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise ConfigError(f"RANK = {rank} but WORLD_SIZE = {size}: ranks go from 0 to WORLD_SIZE - 1")
+
+
+def _first_host(node_list: str) -> str:
+    """Return the first host of a Slurm node list such as `gpu[03-05,9]`."""
+    if "[" not in node_list:
+        return node_list.split(",")[0]
+    shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, timeout=10, check=True)
+    return shown.stdout.split()[0]
+
+
+def local_device() -> torch.device:
+    """Return the device of this process."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    return torch.device(accelerator.device_name(int(os.environ.get("LOCAL_RANK", "0"))))

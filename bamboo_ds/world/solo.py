@@ -1,0 +1,150 @@
+"""Shows DeepSpeed a world of one.
+
+DeepSpeed's collectives cannot survive a dead peer, so it never gets one: while DeepSpeed's own code runs, its communication backend is a `SoloBackend`, in which
+every collective is the identity. Outside, `deepspeed.comm` and `torch.distributed` answer truly to the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+import torch
+from deepspeed.comm.backend import Backend
+from deepspeed.runtime.pipe import module as deepspeed_module
+from deepspeed.runtime.pipe import topology as deepspeed_topology
+from deepspeed.utils import logger
+
+from bamboo_ds.errors import ScheduleError
+
+
+class SoloGroup:
+    """The process group of one process."""
+
+    @staticmethod
+    def size() -> int:
+        """Number of members."""
+        return 1
+
+    @staticmethod
+    def rank() -> int:
+        """Rank in the group."""
+        return 0
+
+
+class _Done:
+    """A collective of one process is finished when it starts."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class SoloBackend(Backend):
+    """A DeepSpeed communication backend with one process; collectives return their input."""
+
+    using_mpi = False
+    has_all_reduce_coalesced = False
+    has_coalescing_manager = False
+
+    def __init__(self) -> None:
+        super().__init__(name="bamboo-solo", rank=0, size=1)
+        self.initialized = True
+        self._world = SoloGroup()
+
+    def get_rank(self, group: Any = None) -> int:
+        return 0
+
+    def get_world_size(self, group: Any = None) -> int:
+        return 1
+
+    def get_global_rank(self, group: Any, group_rank: int) -> int:
+        return 0
+
+    def get_world_group(self) -> SoloGroup:
+        return self._world
+
+    def new_group(self, ranks: Any = None) -> SoloGroup:
+        return SoloGroup()
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Do nothing: the groups behind `torch.distributed` are the user's."""
+
+    def has_all_gather_into_tensor(self) -> bool:
+        return True
+
+    def has_reduce_scatter_tensor(self) -> bool:
+        return True
+
+    def barrier(self, *args: Any, **kwargs: Any) -> _Done:
+        return _Done()
+
+    monitored_barrier = barrier
+
+    def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+        return _Done()
+
+    reduce = broadcast = inference_all_reduce = all_reduce
+
+    def broadcast_object_list(self, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Keep the list as it is."""
+
+    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+        tensor_list[0].copy_(tensor)
+        return _Done()
+
+    def all_gather_object(self, object_list: list[Any], value: Any, group: Any = None) -> None:
+        object_list[0] = value
+
+    def all_gather_into_tensor(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+        output_tensor.copy_(input_tensor.view_as(output_tensor))
+        return _Done()
+
+    reduce_scatter_tensor = all_gather_into_tensor
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        raise ScheduleError("DeepSpeed sees a world of one and tried to send to a peer")
+
+    recv = isend = irecv = send
+
+
+_SOLO = SoloBackend()
+
+
+_PRINTING = (deepspeed_module, deepspeed_topology)
+
+
+@contextlib.contextmanager
+def world_of_one(*, quiet: bool = False) -> Iterator[None]:
+    """Run DeepSpeed code as a job of one process.
+
+    Args:
+        quiet: keep DeepSpeed's rank-0 chatter to warnings, as every process believes it is rank 0. The user's own output is not touched.
+    """
+    before, level = deepspeed_comm.cdb, logger.level
+    deepspeed_comm.cdb = _SOLO
+    if quiet:
+        logger.setLevel(max(level, logging.WARNING))
+    try:
+        with _silent_prints() if quiet else contextlib.nullcontext():
+            yield
+    finally:
+        deepspeed_comm.cdb = before
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _silent_prints() -> Iterator[None]:
+    """Shadow `print` in the two DeepSpeed modules that print."""
+    for module in _PRINTING:
+        module.__dict__["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for module in _PRINTING:
+            module.__dict__.pop("print", None)
