@@ -30,7 +30,7 @@ forbid_shared_memory_op()
 
 
 def __getattr__(name: str) -> Any:
-    """Import the heavy parts (torch, DeepSpeed) when they are first asked for, so that the command line starts at once."""
+    """Import the heavy parts (torch, DeepSpeed) when first asked for, so that the command line starts at once."""
     import importlib
 
     if name not in _HOMES:

@@ -1,6 +1,7 @@
 """Runs a function right after a module has been imported, whoever imports it.
 
-`import bamboo_ds` must cost nothing (the command line has to start at once), but DeepSpeed's CPU shared-memory op must be forbidden before the user's script calls
+`import bamboo_ds` must cost nothing (the command line has to start at once), but DeepSpeed's CPU shared-memory op
+must be forbidden before the user's script calls
 `deepspeed.init_distributed`. So the ban waits for the import of the module that builds the op.
 """
 
@@ -29,7 +30,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name, self._action = name, action
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
@@ -44,7 +47,7 @@ class _Loader(importlib.abc.Loader):
         self._inner, self._action = inner, action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)  # type: ignore[no-any-return]
+        return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
@@ -54,6 +57,7 @@ class _Loader(importlib.abc.Loader):
 def forbid_shared_memory_op() -> None:
     """Keep DeepSpeed from building its CPU shared-memory op.
 
-    It compiles for a minute at first use, a killed process leaves a lock file that hangs the next run, and its collectives spin on dead peers.
+    It compiles for a minute at first use, a killed process leaves a lock file that hangs the next run, and its
+    collectives spin on dead peers.
     """
     after_import("deepspeed.comm.torch", lambda module: setattr(module, "build_shm_op", lambda: None))

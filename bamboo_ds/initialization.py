@@ -14,7 +14,14 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from bamboo_ds.comm import Network
 from bamboo_ds.comm.failure import FailureBoard
-from bamboo_ds.config import BambooConfig, bamboo_block, check_supported, load_deepspeed_config, resolve_batch_sizes, world_of_one as solo_config
+from bamboo_ds.config import (
+    BambooConfig,
+    bamboo_block,
+    check_supported,
+    load_deepspeed_config,
+    resolve_batch_sizes,
+    solo_config,
+)
 from bamboo_ds.engine import BambooPipelineEngine, with_redundant
 from bamboo_ds.engine.gradients import reductions_of
 from bamboo_ds.errors import ConfigError, InfeasiblePlanError, UnsupportedFeatureError
@@ -43,7 +50,8 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Make an engine; the arguments and the result are those of `deepspeed.initialize`.
 
-    A `PipelineModule` whose config has a `bamboo` block gets a `BambooPipelineEngine`; everything else goes to DeepSpeed unchanged.
+    A `PipelineModule` whose config has a `bamboo` block gets a `BambooPipelineEngine`; everything else goes to
+    DeepSpeed unchanged.
 
     Returns:
         `(engine, optimizer, training_dataloader, lr_scheduler)`.
@@ -54,46 +62,63 @@ def initialize(
         InfeasiblePlanError: the workers do not make whole pipelines.
     """
     found = _config(args, config, config_params)
-    block = bamboo_block(found) if found is not None else None
+    block = bamboo_block(found)
     if block is None or not isinstance(model, PipelineModule):
         _refuse_module_without_block(model)
         return _stock_initialize(
-            args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data, lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port, mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn, config=config,
+            args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
+            training_data=training_data, lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port, mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn,
+            config=config,
             mesh_param=mesh_param, config_params=config_params,
-        )  # type: ignore[no-any-return]  # fmt: skip
+        )  # fmt: skip
     _refuse_arguments(model, mpu, mesh_param)
     check_supported(found)
     world = init_distributed(block.timeout_seconds)
     engine = _engine(
-        adopt(model, world), found, block, world, args=args, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
+        adopt(model, world), found, block, world, args=args, optimizer=optimizer, model_parameters=model_parameters,
+        training_data=training_data,
         lr_scheduler=lr_scheduler, collate_fn=collate_fn, dist_init_required=dist_init_required,
     )  # fmt: skip
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
+def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     given = (config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
-    return load_deepspeed_config(args, config, config_params) if any(value is not None for value in given) else None
+    return load_deepspeed_config(args, config, config_params) if any(value is not None for value in given) else {}
 
 
 def _refuse_module_without_block(model: Any) -> None:
     if isinstance(model, BambooPipelineModule):
-        raise ConfigError('a BambooPipelineModule needs a `bamboo` block in the DeepSpeed config; `"bamboo": {}` takes every default')
+        raise ConfigError(
+            'a BambooPipelineModule needs a `bamboo` block in the DeepSpeed config; `"bamboo": {}` takes every default'
+        )
 
 
 def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
     if isinstance(model, DualPipeVModule):
         raise UnsupportedFeatureError("DualPipeVModule is not supported with a `bamboo` block: use PipelineModule")
     if mpu is not None or mesh_param is not None:
-        raise UnsupportedFeatureError("initialize(mpu=..., mesh_param=...) is not supported with a pipeline: leave both out")
+        raise UnsupportedFeatureError(
+            "initialize(mpu=..., mesh_param=...) is not supported with a pipeline: leave both out"
+        )
 
 
-def _engine(model: BambooPipelineModule, config: dict[str, Any], block: BambooConfig, world: World, *, optimizer: Any, model_parameters: Any, **rest: Any) -> BambooPipelineEngine:
+def _engine(
+    model: BambooPipelineModule,
+    config: dict[str, Any],
+    block: BambooConfig,
+    world: World,
+    *,
+    optimizer: Any,
+    model_parameters: Any,
+    **rest: Any,
+) -> BambooPipelineEngine:
     plan = model.plan
     if block.pipelines is not None and block.pipelines != plan.num_pipelines:
         raise InfeasiblePlanError(
-            f"{world.size} workers make {plan.num_pipelines} pipeline(s) of {plan.num_stages} stages, but bamboo.pipelines = {block.pipelines}: "
+            f"{world.size} workers make {plan.num_pipelines} pipeline(s) of {plan.num_stages} stages, "
+            f"but bamboo.pipelines = {block.pipelines}: "
             f"start {block.pipelines * plan.num_stages} workers or leave bamboo.pipelines out"
         )
     if plan.num_stages < block.min_stages:
@@ -104,7 +129,8 @@ def _engine(model: BambooPipelineModule, config: dict[str, Any], block: BambooCo
     if redundancy:
         model.hold_redundant_layers()
     network = Network(
-        plan, worker=world.rank, backing=world.store, instance=instance, reductions=reductions_of(model), redundancy=redundancy,
+        plan, worker=world.rank, backing=world.store, instance=instance, reductions=reductions_of(model),
+        redundancy=redundancy,
         timeout_seconds=block.timeout_seconds, check=lambda: source.check(plan),
     )  # fmt: skip
     parameters = with_redundant(model, model_parameters=model_parameters, optimizer=optimizer, world=network.world)
@@ -112,7 +138,8 @@ def _engine(model: BambooPipelineModule, config: dict[str, Any], block: BambooCo
     with world_of_one(quiet=world.rank != 0):
         parsed = DeepSpeedConfig(solo, model.solo_grid())
     return BambooPipelineEngine(
-        model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=FailureBoard(world.store, worker=world.rank, instance=instance),
+        model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=FailureBoard(world.store,
+        worker=world.rank, instance=instance),
         optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from bamboo_ds.config import (
     load_deepspeed_config,
     precision,
     resolve_batch_sizes,
-    world_of_one,
+    solo_config,
 )
 from bamboo_ds.config.supported import REFUSALS, REMOVED_KEYS
 from bamboo_ds.errors import ConfigError, UnsupportedFeatureError
@@ -547,7 +547,7 @@ class TestPrecisionAndClipping:
         from deepspeed.runtime.config import DeepSpeedConfig
 
         assert precision(config) == expected
-        stock = DeepSpeedConfig(world_of_one(config, SIZES, reporter=True, on_cpu=True))
+        stock = DeepSpeedConfig(solo_config(config, SIZES, reporter=True, on_cpu=True))
         read = "fp16" if stock.float16_config.enabled else "bf16" if stock.bfloat16_config.enabled else "fp32"
         assert read == expected
 
@@ -572,7 +572,7 @@ class TestPrecisionAndClipping:
 
 class TestTheWorldOfOne:
     def world(self, config: dict[str, Any], *, reporter: bool = True, on_cpu: bool = True) -> dict[str, Any]:
-        return world_of_one(config, SIZES, reporter=reporter, on_cpu=on_cpu)
+        return solo_config(config, SIZES, reporter=reporter, on_cpu=on_cpu)
 
     def test_deepspeed_is_told_of_the_global_batch(self) -> None:
         from deepspeed.runtime.config import DeepSpeedConfig
@@ -648,7 +648,7 @@ from bamboo_ds.config import *
 config = load_deepspeed_config(config={"bamboo": {}, "train_batch_size": 8, "optimizer": {"type": "AdamW"}})
 bamboo_block(config)
 check_supported(config)
-world_of_one(config, resolve_batch_sizes(config, 2), reporter=True, on_cpu=True)
+solo_config(config, resolve_batch_sizes(config, 2), reporter=True, on_cpu=True)
 print(sorted({"torch", "deepspeed"} & set(sys.modules)))
 """
 

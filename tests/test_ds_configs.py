@@ -17,7 +17,7 @@ from bamboo_ds.config import (
     load_deepspeed_config,
     precision,
     resolve_batch_sizes,
-    world_of_one,
+    solo_config,
 )
 
 FOLDER = Path(__file__).resolve().parents[1] / "ds_configs"
@@ -59,7 +59,7 @@ class TestAShippedConfig:
     def test_deepspeed_accepts_the_world_of_one_made_of_it(self, path: Path, pipelines: int) -> None:
         config = load_deepspeed_config(config=path)
         sizes = resolve_batch_sizes(config, pipelines)
-        stock = DeepSpeedConfig(world_of_one(config, sizes, reporter=True, on_cpu=True))
+        stock = DeepSpeedConfig(solo_config(config, sizes, reporter=True, on_cpu=True))
         assert stock.gradient_accumulation_steps == sizes.micro_batches
         assert stock.gradient_clipping == gradient_clipping(config)
         assert stock.bfloat16_config.enabled == (precision(config) == "bf16")

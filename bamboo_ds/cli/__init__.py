@@ -1,0 +1,1 @@
+"""Commands: the one room that prints."""

@@ -10,7 +10,9 @@ from bamboo_ds.cli.bench import bench
 from bamboo_ds.cli.schedule import schedule
 from bamboo_ds.errors import BambooError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train on preemptible instances.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train on preemptible instances."
+)
 app.command()(schedule)
 app.add_typer(bench, name="bench")
 

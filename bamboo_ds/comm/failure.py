@@ -1,6 +1,7 @@
 """Tells the other workers why this one fails, before its links break.
 
-A worker that raises takes the job with it. The others would only see a broken link; so the first cause is written to the store, and whoever meets a broken link looks there first.
+A worker that raises takes the job with it. The others would only see a broken link; so the first cause is written to
+the store, and whoever meets a broken link looks there first.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class FailureBoard:
         _ignoring_a_lost_store(lambda: self._store.add(self._left, 1))
 
     def await_others(self, count: int, *, wait_seconds: float) -> None:
-        """Wait until `count` workers have left: the process that hosts the store leaves last, so that the others can read it."""
+        """Wait until `count` workers have left: the process that hosts the store leaves last."""
         deadline = time.monotonic() + wait_seconds
         while time.monotonic() < deadline:
             gone = _ignoring_a_lost_store(lambda: self._store.add(self._left, 0))

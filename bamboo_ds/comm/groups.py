@@ -1,4 +1,7 @@
-"""Process groups of ours: made directly, never through `torch.distributed.new_group`, so that none depends on a world that may lose a member.
+"""Process groups of ours.
+
+They are made directly, never through `torch.distributed.new_group`, so that none depends on a world that may lose a
+member.
 
 Every wait on a group has the one time-out of the job; a broken or silent peer becomes a `PeerLostError`.
 """
@@ -10,6 +13,7 @@ import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
@@ -28,13 +32,13 @@ def _gloo_device() -> object:
     return torch_distributed.ProcessGroupGloo.create_default_device()
 
 
-def _gloo(store: torch_distributed.Store, rank: int, size: int, timeout: timedelta) -> torch_distributed.ProcessGroup:
-    options = torch_distributed.ProcessGroupGloo._Options()
+def _gloo(store: torch_distributed.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = torch_distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads, options._timeout = [_gloo_device()], 1, timeout
     return torch_distributed.ProcessGroupGloo(store, rank, size, options)
 
 
-def _accelerator_group(store: torch_distributed.Store, rank: int, size: int, timeout: timedelta) -> torch_distributed.ProcessGroup:
+def _accelerator_group(store: torch_distributed.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Make a group that reduces where the gradients are (NCCL on CUDA; untested until a GPU run has shown it)."""
     if get_accelerator().communication_backend_name() != "nccl":
         return _gloo(store, rank, size, timeout)
@@ -54,7 +58,9 @@ class GroupFactory:
         check: called while waiting; raises when the plan has changed.
     """
 
-    def __init__(self, backing: KeyValue, *, prefix: str, worker: int, timeout_seconds: float, check: Callable[[], None]) -> None:
+    def __init__(
+        self, backing: KeyValue, *, prefix: str, worker: int, timeout_seconds: float, check: Callable[[], None]
+    ) -> None:
         self._store = RendezvousStore(backing, timeout_seconds=timeout_seconds, check=check)
         self._prefix, self.worker = prefix, worker
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -67,7 +73,7 @@ class GroupFactory:
         """Make a group that moves accelerator memory."""
         return self._make(name, members, _accelerator_group)
 
-    def _make(self, name: str, members: Sequence[int], make: Callable[..., torch_distributed.ProcessGroup]) -> Group:
+    def _make(self, name: str, members: Sequence[int], make: Callable[..., Any]) -> Group:
         store = torch_distributed.PrefixStore(f"{self._prefix}/{name}", self._store)
         with _peer_errors(name, members):
             handle = make(store, members.index(self.worker), len(members), self.timeout)
@@ -86,13 +92,21 @@ def _peer_errors(name: str, members: Sequence[int]) -> Iterator[None]:
 class Group:
     """A process group, its members as worker ids."""
 
-    def __init__(self, handle: torch_distributed.ProcessGroup, *, name: str, members: tuple[int, ...], rank: int, timeout: timedelta) -> None:
-        self._handle: torch_distributed.ProcessGroup | None = handle
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        name: str,
+        members: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+    ) -> None:
+        self._handle: Any = handle
         self.name, self.members, self.rank, self._timeout = name, members, rank, timeout
         self._room = 1024
 
     @property
-    def handle(self) -> torch_distributed.ProcessGroup:
+    def handle(self) -> Any:
         """The group of torch.
 
         Raises:
@@ -123,7 +137,8 @@ class Group:
     def gather_bytes(self, message: bytes) -> list[bytes]:
         """Return the message of every member, in the order of `members`.
 
-        One collective when all messages fit into the room of the largest seen so far; else a second one with enough room.
+        One collective when all messages fit into the room of the largest seen so far; else a second one with enough
+        room.
         """
         gathered = self._gather_room(message)
         longest = max(_LENGTH.unpack_from(row)[0] for row in gathered)
@@ -149,10 +164,13 @@ class Group:
     def close(self) -> None:
         """End the group: blocked threads and peers raise at once.
 
-        Gloo closes no socket while a reference lives, so the group is poisoned: a receive with an unused tag that times out closes all its pairs.
+        Gloo closes no socket while a reference lives, so the group is poisoned: a receive with an unused tag that
+        times out closes all its pairs.
         """
         handle, self._handle = self._handle, None
         if handle is None or len(self.members) < 2 or not isinstance(handle, torch_distributed.ProcessGroupGloo):
             return
         with contextlib.suppress(RuntimeError):
-            handle.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % len(self.members), _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            handle.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % len(self.members), _UNUSED_TAG).wait(
+                timedelta(milliseconds=1)
+            )

@@ -1,7 +1,9 @@
 """Links: one directed edge between two workers, for activations (stage s to s+1) or gradients (s+1 to s).
 
-Sends never block the schedule: the bytes leave in the background, and what was sent stays referenced until the step commits (the *journal*). A receiver thread per
-inbound link feeds a queue, so a transfer overlaps the computation, and the engine's wait for a message can end when the plan changes: it abandons link and thread.
+Sends never block the schedule: the bytes leave in the background, and what was sent stays referenced until the step
+commits (the *journal*). A receiver thread per
+inbound link feeds a queue, so a transfer overlaps the computation, and the engine's wait for a message can end when
+the plan changes: it abandons link and thread.
 Tensors travel through host memory; on an accelerator they are staged there, where the journal wants them anyway.
 """
 
@@ -39,10 +41,13 @@ class Message:
     tensors: tuple[torch.Tensor, ...]
 
 
-def make_message(address: Address, tensors: Sequence[torch.Tensor], *, is_tuple: bool, requires_grad: Sequence[bool], digest: int = 0) -> Message:
+def make_message(
+    address: Address, tensors: Sequence[torch.Tensor], *, is_tuple: bool, requires_grad: Sequence[bool], digest: int = 0
+) -> Message:
     """Build a message of tensors on any device."""
     metas = tuple(
-        TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape), requires_grad=needs) for tensor, needs in zip(tensors, requires_grad, strict=True)
+        TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape), requires_grad=needs)
+        for tensor, needs in zip(tensors, requires_grad, strict=True)
     )
     header = Header(address=address, is_tuple=is_tuple, digest=digest, tensors=metas)
     return Message(header=header, tensors=tuple(tensor.detach() for tensor in tensors))
@@ -137,7 +142,9 @@ class InboundLink:
             self._arrived.put(arrived)  # every later wait fails alike
             raise arrived if isinstance(arrived, BambooError) else _lost(self._peer, arrived)
         if arrived.header.address != address:
-            raise ScheduleError(f"{self._peer} sent {_describe(arrived.header.address)} where {_describe(address)} was due")
+            raise ScheduleError(
+                f"{self._peer} sent {_describe(arrived.header.address)} where {_describe(address)} was due"
+            )
         return arrived
 
     def _receive_all(self) -> None:
@@ -154,7 +161,9 @@ class InboundLink:
         timeout = timedelta(seconds=self._timeout_seconds)
         overflow = self._pull(handle, rest, timeout).numpy().tobytes() if rest else b""
         header = decode(head.numpy().tobytes(), overflow)
-        return Message(header=header, tensors=tuple(self._pull_tensor(handle, meta, timeout) for meta in header.tensors))
+        return Message(
+            header=header, tensors=tuple(self._pull_tensor(handle, meta, timeout) for meta in header.tensors)
+        )
 
     def _pull_tensor(self, handle: Any, meta: TensorMeta, timeout: timedelta) -> torch.Tensor:
         if not meta.bytes:

@@ -1,6 +1,7 @@
 """All links and groups of one worker under one plan.
 
-Groups form in one global order (every worker walks the same sorted list and joins those it belongs to), so forming them cannot deadlock.
+Groups form in one global order (every worker walks the same sorted list and joins those it belongs to), so forming
+them cannot deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Network:
         worker: id of this worker.
         backing: the store through which groups form.
         instance: distinguishes engines of one process.
-        reductions: the gradient groups by name: the stages whose holders reduce together (one stage, or all that share a tied layer).
+        reductions: the gradient groups by name: the stages whose holders reduce together (one stage, or all that
+            share a tied layer).
         redundancy: whether shadows hold redundant layers.
         timeout_seconds: the one time-out of every wait.
         check: called while waiting; raises when the plan has changed.
@@ -44,7 +46,9 @@ class Network:
         self._plan, self._place = plan, plan.place(worker)
         self._timeout_seconds, self._check = timeout_seconds, check
         prefix = f"rdzv/{instance}/{plan.epoch}.{plan.version}"
-        self._factory = GroupFactory(backing, prefix=prefix, worker=worker, timeout_seconds=timeout_seconds, check=check)
+        self._factory = GroupFactory(
+            backing, prefix=prefix, worker=worker, timeout_seconds=timeout_seconds, check=check
+        )
         self.world = self._factory.host("world", plan.workers)
         self.inbound: dict[Kind, InboundLink] = {}
         self.outbound: dict[Kind, OutboundLink] = {}
@@ -66,8 +70,10 @@ class Network:
 
     def close(self) -> None:
         """End all links and groups, in order: gloo may abort a process that exits with live groups."""
-        for link in (*self.inbound.values(), *self.outbound.values()):
-            link.close()
+        for inbound in self.inbound.values():
+            inbound.close()
+        for outbound in self.outbound.values():
+            outbound.close()
         for group in self.reductions.values():
             if group is not None:
                 group.close()
@@ -77,12 +83,17 @@ class Network:
         owners = self._plan.owners[pipeline]
         if self._place.pipeline != pipeline or self._place.stage not in (source, target):
             return
-        group = self._factory.host(f"{kind.name.lower()}-{pipeline}-{source}-{target}", (owners[source], owners[target]))
+        group = self._factory.host(
+            f"{kind.name.lower()}-{pipeline}-{source}-{target}", (owners[source], owners[target])
+        )
         if self._place.stage == source:
             self.outbound[kind] = OutboundLink(group, peer=_peer(pipeline, target, owners[target]))
         else:
             self.inbound[kind] = InboundLink(
-                group, peer=_peer(pipeline, source, owners[source]), timeout_seconds=self._timeout_seconds, check=self._check
+                group,
+                peer=_peer(pipeline, source, owners[source]),
+                timeout_seconds=self._timeout_seconds,
+                check=self._check,
             )
 
     def _reduction(self, name: str, stages: frozenset[int], redundancy: bool) -> Group | None:

@@ -1,7 +1,9 @@
 """The key-value store under our process groups.
 
-Gloo and NCCL bootstrap a group through a `torch.distributed.Store`: each member writes its address and waits for the others'. Stock stores block in C++ until their
-time-out. This one polls, so a wait ends when the plan changes or the deadline passes, and the construction of a group ends with it.
+Gloo and NCCL bootstrap a group through a `torch.distributed.Store`: each member writes its address and waits for the
+others'. Stock stores block in C++ until their
+time-out. This one polls, so a wait ends when the plan changes or the deadline passes, and the construction of a
+group ends with it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as torch_distributed
 
@@ -21,13 +23,21 @@ _POLL_SECONDS = (0.0005, 0.02)  # first and longest pause between two looks
 class KeyValue(Protocol):
     """The four calls that a store behind a rendezvous must have."""
 
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that exists."""
+        ...
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: Any) -> None:
+        """Write a key, as bytes."""
+        ...
 
-    def add(self, key: str, amount: int) -> int: ...
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        ...
 
-    def check(self, keys: list[str]) -> bool: ...
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+        ...
 
 
 class RendezvousStore(torch_distributed.Store):
@@ -77,6 +87,8 @@ class RendezvousStore(torch_distributed.Store):
         while not self._backing.check(keys):
             self._check()
             if time.monotonic() > deadline:
-                raise PeerLostError(f"the other members of a group did not appear within {timeout_seconds:g} s (waited for {keys})")
+                raise PeerLostError(
+                    f"the other members of a group did not appear within {timeout_seconds:g} s (waited for {keys})"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])

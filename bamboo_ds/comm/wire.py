@@ -1,6 +1,7 @@
 """The binary form of a message between stages: a fixed header, then the bytes of each tensor.
 
-Dtype, shape and whether a gradient is expected travel with every message, so a shape may change from one micro-batch to the next and a tuple may mix any dtypes.
+Dtype, shape and whether a gradient is expected travel with every message, so a shape may change from one micro-batch
+to the next and a tuple may mix any dtypes.
 No pickle crosses the wire.
 """
 
@@ -16,12 +17,15 @@ from bamboo_ds.errors import ScheduleError
 
 HEADER_BYTES = 256
 _MAGIC = 0xBA3B
-_FIXED = struct.Struct("<HBBiiiiqqHI")  # magic, kind, tuple?, epoch, version, stage, micro batch, step, digest, tensors, metadata bytes
+_FIXED = struct.Struct(
+    "<HBBiiiiqqHI"
+)  # magic, kind, tuple?, epoch, version, stage, micro batch, step, digest, tensors, metadata bytes
 _TENSOR = struct.Struct("<BBB")  # dtype, requires grad, dimensions
 _ROOM = HEADER_BYTES - _FIXED.size
 
 _DTYPES = (
-    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _DTYPE_IDS = {dtype: index for index, dtype in enumerate(_DTYPES)}
 
@@ -90,7 +94,9 @@ def encode(header: Header) -> tuple[bytearray, bytearray]:
     metadata = bytearray()
     for tensor in header.tensors:
         if tensor.dtype not in _DTYPE_IDS:
-            raise ScheduleError(f"a tensor of {tensor.dtype} cannot pass between stages; supported: {', '.join(map(str, _DTYPES))}")
+            raise ScheduleError(
+                f"a tensor of {tensor.dtype} cannot pass between stages; supported: {', '.join(map(str, _DTYPES))}"
+            )
         metadata += _TENSOR.pack(_DTYPE_IDS[tensor.dtype], tensor.requires_grad, len(tensor.shape))
         metadata += struct.pack(f"<{len(tensor.shape)}q", *tensor.shape)
     address = header.address
@@ -113,10 +119,13 @@ def decode(head: bytes, overflow: bytes = b"") -> Header:
     Raises:
         ScheduleError: this is no header of ours.
     """
-    magic, kind, is_tuple, epoch, version, stage, micro_batch, step, digest, count, metadata_bytes = _FIXED.unpack_from(head)
+    magic, kind, is_tuple, epoch, version, stage, micro_batch, step, digest, count, size = _FIXED.unpack_from(head)
     if magic != _MAGIC:
-        raise ScheduleError(f"a message began with {magic:#06x} instead of {_MAGIC:#06x}: the two ends of a link disagree on the protocol")
-    metadata = (head[_FIXED.size :] + overflow)[:metadata_bytes]
+        raise ScheduleError(
+            f"a message began with {magic:#06x} instead of {_MAGIC:#06x}: "
+            "the two ends of a link disagree on the protocol"
+        )
+    metadata = (head[_FIXED.size :] + overflow)[:size]
     address = Address(kind=Kind(kind), epoch=epoch, version=version, step=step, stage=stage, micro_batch=micro_batch)
     return Header(address=address, is_tuple=bool(is_tuple), digest=digest, tensors=_tensors(metadata, count))
 

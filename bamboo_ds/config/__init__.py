@@ -1,15 +1,15 @@
 """Reads the DeepSpeed config and Bamboo's block in it; the only room that knows keys, defaults and files.
 
 ``source`` finds the config, ``block`` reads the ``bamboo`` block, ``supported`` refuses what we cannot do, ``batch``
-works out the global batch, ``world`` writes the config DeepSpeed itself is given. Nothing here needs torch or deepspeed
+works out the global batch, ``solo`` writes the config DeepSpeed itself is given. Nothing here needs torch or deepspeed
 to be imported, so a bad config is reported in well under a second.
 """
 
 from bamboo_ds.config.batch import BatchSizes, resolve_batch_sizes
 from bamboo_ds.config.block import BambooConfig, Redundancy, bamboo_block
+from bamboo_ds.config.solo import Precision, gradient_clipping, precision, solo_config
 from bamboo_ds.config.source import load_deepspeed_config
 from bamboo_ds.config.supported import check_supported
-from bamboo_ds.config.world import Precision, gradient_clipping, precision, world_of_one
 
 __all__ = [
     "BambooConfig",
@@ -22,5 +22,5 @@ __all__ = [
     "load_deepspeed_config",
     "precision",
     "resolve_batch_sizes",
-    "world_of_one",
+    "solo_config",
 ]

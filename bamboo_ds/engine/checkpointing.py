@@ -1,6 +1,7 @@
 """Checkpoints in DeepSpeed's files, for a job of the same shape.
 
-Each stage's owner in pipeline 0 writes what stock DeepSpeed's would: one file per layer and one per stage, with the optimizer state of the stage's own parameters only. A worker reads its own stage's
+Each stage's owner in pipeline 0 writes what stock DeepSpeed's would: one file per layer and one per stage, with the
+optimizer state of the stage's own parameters only. A worker reads its own stage's
 file, and that of the stage it shadows for its redundant layers.
 """
 
@@ -31,7 +32,12 @@ class Checkpointing(Evaluation):
         self.save_non_zero_checkpoint = self.pipeline_id == 0
 
     def save_checkpoint(
-        self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, save_latest: bool = True, exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save a checkpoint; every worker calls it. See `deepspeed.DeepSpeedEngine.save_checkpoint`.
 
@@ -43,7 +49,11 @@ class Checkpointing(Evaluation):
             with world_of_one(quiet=self.global_rank != 0):
                 os.makedirs(os.path.join(save_dir, tag), exist_ok=True)
                 super().save_checkpoint(
-                    save_dir, tag=tag, client_state=client_state or {}, save_latest=False, exclude_frozen_parameters=exclude_frozen_parameters
+                    save_dir,
+                    tag=tag,
+                    client_state=client_state or {},
+                    save_latest=False,
+                    exclude_frozen_parameters=exclude_frozen_parameters,
                 )
             self.network.world.barrier()
             if save_latest and self.global_rank == 0:
@@ -83,7 +93,7 @@ class Checkpointing(Evaluation):
         with self._guarded(), world_of_one(quiet=self.global_rank != 0):
             tag = tag if tag is not None else _latest(load_dir)
             if tag is None:
-                return super().load_checkpoint(load_dir, tag)  # type: ignore[no-any-return]  # warns as DeepSpeed does
+                return super().load_checkpoint(load_dir, tag)  # warns as DeepSpeed does
             own = self._read_stage(load_dir, tag, self.stage_id)
             self._check_shape(own, load_dir, tag)
             loaded = super().load_checkpoint(
@@ -97,25 +107,27 @@ class Checkpointing(Evaluation):
             self._load_held(load_dir, tag, own, load_optimizer_states and not load_module_only)
         if self.training_data is not None:
             self._set_training_data(self.training_data)
-        return loaded  # type: ignore[no-any-return]
+        return loaded
 
     def _read_stage(self, load_dir: str, tag: str, stage: int) -> dict[str, Any]:
         """Read the file of a stage."""
         path = self._get_ckpt_name(load_dir, tag, mp_placeholder=f"{stage:02d}")
         if not os.path.exists(path):
             raise ConfigError(
-                f"checkpoint {os.path.join(load_dir, tag)} has no file {os.path.basename(path)}: it does not exist, is incomplete, "
-                f"or was saved with fewer than {self.num_stages} stages"
+                f"checkpoint {os.path.join(load_dir, tag)} has no file {os.path.basename(path)}: it does not exist, "
+                f"is incomplete, or was saved with fewer than {self.num_stages} stages"
             )
-        # DeepSpeed pickles configs and loss scalers into this file, so it is read as DeepSpeed reads it: only load what you trust.
-        return torch.load(path, map_location="cpu", weights_only=False)  # type: ignore[no-any-return]
+        # DeepSpeed pickles configs and loss scalers into this file, so it is read as DeepSpeed reads it: only load
+        # what you trust.
+        return torch.load(path, map_location="cpu", weights_only=False)
 
     def _check_shape(self, saved: dict[str, Any], load_dir: str, tag: str) -> None:
         parts, stages = saved.get(_SHAPE, {}).get("parts"), saved.get("mp_world_size")
         if stages != self.num_stages or (parts is not None and parts != list(self.module.parts)):
             raise ConfigError(
-                f"checkpoint {os.path.join(load_dir, tag)} was saved with {stages} stages (layer bounds {parts or 'unknown'}), "
-                f"this job has {self.num_stages} (bounds {list(self.module.parts)}); loading into another shape is not supported yet"
+                f"checkpoint {os.path.join(load_dir, tag)} was saved with {stages} stages "
+                f"(layer bounds {parts or 'unknown'}), this job has {self.num_stages} "
+                f"(bounds {list(self.module.parts)}); loading into another shape is not supported yet"
             )
 
     def _load_held(self, load_dir: str, tag: str, own: dict[str, Any], load_optimizer_states: bool) -> None:
@@ -128,7 +140,9 @@ class Checkpointing(Evaluation):
             return
         self._load_stage_state(self.stage_id, own["optimizer"])
         if self.module.redundant_stage is not None:
-            self._load_stage_state(self.module.redundant_stage, self._read_stage(load_dir, tag, self.module.redundant_stage)["optimizer"])
+            self._load_stage_state(
+                self.module.redundant_stage, self._read_stage(load_dir, tag, self.module.redundant_stage)["optimizer"]
+            )
         if isinstance(self.optimizer, MixedPrecisionOptimizer):
             self.optimizer.cast_masters()
 
@@ -142,7 +156,10 @@ class Checkpointing(Evaluation):
         order = {id(target): index for index, target in enumerate(target for group in targets for target in group)}
         state = {order[id(target)]: value for target, value in self.optimizer.state.items() if id(target) in order}
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [order[id(target)] for target in members]}
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [order[id(target)] for target in members],
+            }
             for group, members in zip(self.optimizer.param_groups, targets, strict=True)
         ]
         plain = {"state": state, "param_groups": groups}
@@ -164,10 +181,15 @@ class Checkpointing(Evaluation):
         targets = [target for group in self._grouped_targets(stage) for target in group]
         indices = [index for group in plain["param_groups"] for index in group["params"]]
         if len(indices) != len(targets):
-            raise ConfigError(f"the checkpoint holds optimizer state of {len(indices)} parameters for stage {stage}, the model has {len(targets)}")
+            raise ConfigError(
+                f"the checkpoint holds optimizer state of {len(indices)} parameters for stage {stage}, "
+                f"the model has {len(targets)}"
+            )
         for target, index in zip(targets, indices, strict=True):
             if index in plain["state"]:
-                self.optimizer.state[target] = {key: _placed(value, target) for key, value in plain["state"][index].items()}
+                self.optimizer.state[target] = {
+                    key: _placed(value, target) for key, value in plain["state"][index].items()
+                }
         for group, settings in zip(self.optimizer.param_groups, plain["param_groups"], strict=False):
             group.update({key: value for key, value in settings.items() if key != "params"})
         if mixed:

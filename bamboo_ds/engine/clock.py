@@ -62,7 +62,7 @@ class OperationClock:
 
 
 def follow(costs: StageCosts | None, decision: Decision) -> StageCosts | None:
-    """Return the costs after a step: new ones when a measured time has moved by more than a tenth, else those in use."""
+    """Return the costs after a step: new ones when a measured time has moved by over a tenth, else those in use."""
     seconds = decision.stage_seconds
     if len(seconds) < 2:
         return costs

@@ -1,7 +1,9 @@
 """Draws micro-batches, and keeps those of the running step.
 
-The first and the last stage of a pipeline both draw (one needs inputs, the other labels), and so does the shadow of the first stage, which is the last. All draw micro-batch m under a
-seed of its position in training, so a shuffle or a random crop comes out alike on each of them, seeded by the user or not; a checksum that travels through the pipeline proves it.
+The first and the last stage of a pipeline both draw (one needs inputs, the other labels), and so does the shadow of
+the first stage, which is the last. All draw micro-batch m under a
+seed of its position in training, so a shuffle or a random crop comes out alike on each of them, seeded by the user
+or not; a checksum that travels through the pipeline proves it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,16 @@ class StepBatches:
         device: where tensors go.
     """
 
-    def __init__(self, iterator: Iterator[Any] | None, *, transform: Callable[[Any], Any] | None, step: int, share: range, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        iterator: Iterator[Any] | None,
+        *,
+        transform: Callable[[Any], Any] | None,
+        step: int,
+        share: range,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         self._iterator, self._transform, self._step, self._share = iterator, transform, step, share
         self._seed, self._device = seed, device
         self._drawn: list[Batch] = []
@@ -107,7 +118,7 @@ def digest(*values: Any) -> int:
     for value in _flat(values):
         if value.device.type != "cpu":
             return 0
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         checksum = zlib.crc32(raw, zlib.crc32(repr((tuple(value.shape), value.dtype)).encode(), checksum))
     return checksum + 1
 
@@ -136,7 +147,8 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
 class ShareSampler(Sampler[list[int]]):
     """Yields, without end, the sample indices of one pipeline's micro-batches.
 
-    The training data is one endless stream (the dataset over and over); step t takes the next `train_batch_size` samples of it, and micro-batch g of the global batch a fixed slice of those. So
+    The training data is one endless stream (the dataset over and over); step t takes the next `train_batch_size`
+    samples of it, and micro-batch g of the global batch a fixed slice of those. So
     the samples of a step do not depend on how many pipelines share them.
 
     Args:
@@ -160,7 +172,15 @@ class ShareSampler(Sampler[list[int]]):
             position += self._count * self._size
 
 
-def share_loader(dataset: Dataset[Any], *, first: int, micro_batch_size: int, micro_batches: int, share: range, collate_fn: Callable[..., Any] | None) -> DataLoader[Any]:
+def share_loader(
+    dataset: Dataset[Any],
+    *,
+    first: int,
+    micro_batch_size: int,
+    micro_batches: int,
+    share: range,
+    collate_fn: Callable[..., Any] | None,
+) -> DataLoader[Any]:
     """Return the loader of one pipeline's share of a map-style dataset.
 
     Raises:
@@ -169,11 +189,20 @@ def share_loader(dataset: Dataset[Any], *, first: int, micro_batch_size: int, mi
     length = len(dataset)  # type: ignore[arg-type]
     if length == 0:
         raise ConfigError("training_data is empty")
-    sampler = ShareSampler(length=length, first=first, micro_batch_size=micro_batch_size, micro_batches=micro_batches, share=share)
+    sampler = ShareSampler(
+        length=length, first=first, micro_batch_size=micro_batch_size, micro_batches=micro_batches, share=share
+    )
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn)
 
 
-def iterable_share(dataset: IterableDataset[Any], *, micro_batch_size: int, micro_batches: int, share: range, collate_fn: Callable[..., Any] | None) -> Iterator[Any]:
+def iterable_share(
+    dataset: IterableDataset[Any],
+    *,
+    micro_batch_size: int,
+    micro_batches: int,
+    share: range,
+    collate_fn: Callable[..., Any] | None,
+) -> Iterator[Any]:
     """Yield one pipeline's share of an iterable dataset, which every pipeline reads as a whole."""
     stream = iter(DataLoader(dataset, batch_size=micro_batch_size, collate_fn=collate_fn, drop_last=True))
     while True:

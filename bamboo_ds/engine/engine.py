@@ -1,6 +1,7 @@
 """`BambooPipelineEngine`: a DeepSpeed `PipelineEngine` whose stages live in other processes that may vanish.
 
-DeepSpeed constructs it as the engine of a job of one process. Then it takes its place in the plan: its stage, its share of the micro-batches, its links. From there on DeepSpeed's own code still
+DeepSpeed constructs it as the engine of a job of one process. Then it takes its place in the plan: its stage, its
+share of the micro-batches, its links. From there on DeepSpeed's own code still
 runs the step (timers, schedules, learning rates, monitors, printing) and Bamboo runs what crosses a process boundary.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
@@ -101,7 +102,8 @@ class BambooPipelineEngine(Checkpointing):
         self.micro_batches = len(self.micro_batch_range)
 
     def _prepare(self) -> None:
-        self.statistics, self.stage_costs = Statistics(), None
+        self.statistics = Statistics()
+        self.stage_costs: StageCosts | None = None
         self._local, self._clock = LocalGradients(), OperationClock()
         self._reducer = GradientReducer(self.module, self.network)
         self._replicas = Replicas(self.module, self.network)
@@ -153,7 +155,10 @@ class BambooPipelineEngine(Checkpointing):
         return self.is_first_stage() or self.is_last_stage()
 
     def gradient_accumulation_steps(self) -> int:
-        """Return how many micro-batches this pipeline draws per step (DeepSpeed's own config holds those of the whole global batch)."""
+        """Return how many micro-batches this pipeline draws per step.
+
+        DeepSpeed's own config holds those of the whole global batch.
+        """
         return getattr(self, "micro_batches", self._config.gradient_accumulation_steps)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -165,8 +170,9 @@ class BambooPipelineEngine(Checkpointing):
         micro_batches, rest = divmod(train_batch_size, self.micro_batch_size)
         if rest or micro_batches < self.plan.num_pipelines:
             raise ConfigError(
-                f"train_batch_size ({train_batch_size}) must be a multiple of the micro-batch size ({self.micro_batch_size}) "
-                f"with at least one micro-batch for each of {self.plan.num_pipelines} pipelines"
+                f"train_batch_size ({train_batch_size}) must be a multiple of the micro-batch size "
+                f"({self.micro_batch_size}) with at least one micro-batch for each of "
+                f"{self.plan.num_pipelines} pipelines"
             )
         self._config.train_batch_size, self._config.gradient_accumulation_steps = train_batch_size, micro_batches
         self._take_share(micro_batches)
@@ -191,7 +197,9 @@ class BambooPipelineEngine(Checkpointing):
             EngineStoppedError: this engine has failed before.
         """
         if self.optimizer is None:
-            raise ConfigError("train_batch() needs an optimizer: add `optimizer` to the DeepSpeed config or give one to initialize()")
+            raise ConfigError(
+                "train_batch() needs an optimizer: add `optimizer` to the DeepSpeed config or give one to initialize()"
+            )
         with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness():
             return super().train_batch(data_iter)
 
@@ -213,7 +221,11 @@ class BambooPipelineEngine(Checkpointing):
         possible = self.micro_batches if self.module.redundant_stage is not None else 0
         self.statistics.frc_possible += possible
         return BambooTrainSchedule(
-            self.micro_batches, self.num_stages, self.stage_id, redundancy=self.bamboo.redundancy, costs=self.stage_costs
+            self.micro_batches,
+            self.num_stages,
+            self.stage_id,
+            redundancy=self.bamboo.redundancy,
+            costs=self.stage_costs,
         )
 
     def _inference_schedule(self, micro_batches: int) -> BambooInferenceSchedule:
@@ -248,7 +260,9 @@ class BambooPipelineEngine(Checkpointing):
             stage=self.stage_id,
             squared_norms=norms,
             losses=losses,
-            additional_losses={name: float(total) / self.micro_batches for name, total in self._state.additional_losses.items()},
+            additional_losses={
+                name: float(total) / self.micro_batches for name, total in self._state.additional_losses.items()
+            },
             overflow=fp16 and not all(map(_finite, norms.values())),
             forward_seconds=self._clock.seconds("forward"),
             backward_seconds=self._clock.seconds("backward"),
@@ -272,7 +286,7 @@ class BambooPipelineEngine(Checkpointing):
             self.optimizer.overflow = decision.overflow
 
     def clip_fp32_gradients(self) -> None:
-        """Do nothing: gradients were clipped by the global norm at the commit; DeepSpeed's own norm is that of one stage."""
+        """Do nothing: the commit clipped by the global norm; DeepSpeed's own norm is that of one stage."""
 
     def _drop_gradients(self) -> None:
         for parameter, _ in self._reducer.sums():
@@ -280,20 +294,27 @@ class BambooPipelineEngine(Checkpointing):
             target_of(parameter, self.optimizer).grad = None
 
     def _count_host_bytes(self) -> None:
-        journal = sum(meta.bytes for link in self.network.outbound.values() for sent in link.journal() for meta in sent.header.tensors)
+        journal = sum(
+            meta.bytes
+            for link in self.network.outbound.values()
+            for sent in link.journal()
+            for meta in sent.header.tensors
+        )
         swapped = self._swap.saved_bytes if self.bamboo.activation_swap == "cpu" else 0
         self.statistics.swap_saved_bytes = max(self.statistics.swap_saved_bytes, swapped)
         self.statistics.host_peak_bytes = max(self.statistics.host_peak_bytes, swapped + journal)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         assert self._decision is not None
-        self.agg_additional_losses = {name: torch.tensor(value, device=self.device) for name, value in self._decision.additional_losses.items()} or None
+        self.agg_additional_losses = {
+            name: torch.tensor(value, device=self.device) for name, value in self._decision.additional_losses.items()
+        } or None
         self.dp_group_loss = torch.tensor(self._decision.pipeline_losses[self.pipeline_id], device=self.device)
         self._state = StepState(step=self.global_steps)
         return torch.tensor(self._decision.mean_loss, dtype=torch.float32, device=self.device)
 
     def _report_step(self) -> None:
-        """Write learning rate and loss scale to the monitor, and the breakdown of times to the log, as DeepSpeed does."""
+        """Write learning rate and loss scale to the monitor, and times to the log, as DeepSpeed does."""
         if self.global_rank == 0 and self.monitor.enabled:
             events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
             if self.fp16_enabled():
@@ -302,7 +323,7 @@ class BambooPipelineEngine(Checkpointing):
         if self.wall_clock_breakdown() and self.steps_per_print() and self.global_steps % self.steps_per_print() == 0:
             self.timers.log(_LOGGED_TIMERS)
 
-    _INSTRUCTION_MAP = {
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **EXECUTION_MAP,
         instructions.ReduceGrads: _exec_reduce_grads,
         instructions.OptimizerStep: _exec_optimizer_step,

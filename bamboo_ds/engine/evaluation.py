@@ -33,7 +33,8 @@ class Evaluation(Execution):
             data_iter: yields this pipeline's micro-batches as (inputs, labels).
             return_logits: also return the outputs of the last micro-batch (None but on last stages).
             compute_loss: apply `loss_fn`; else the outputs are what is reduced, on last stages only.
-            reduce_output: `"avg"` over micro-batches and pipelines, or None for the list of them (None but on last stages).
+            reduce_output: `"avg"` over micro-batches and pipelines, or None for the list of them (None but on last
+                stages).
             bcast_loss: return the mean loss on every worker, not only on last stages.
             num_micro_batches: of each pipeline; absent: as in training.
 
@@ -43,7 +44,13 @@ class Evaluation(Execution):
         if reduce_output not in (None, "avg"):
             raise ConfigError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")
         micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
-        with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness(), torch.no_grad(), self._evaluating(data_iter):
+        with (
+            self._guarded(),
+            world_of_one(quiet=self.global_rank != 0),
+            untouched_randomness(),
+            torch.no_grad(),
+            self._evaluating(data_iter),
+        ):
             self._compute_loss, self.eval_return_logits, self.outputs = compute_loss, return_logits, None
             self._exec_schedule(self._inference_schedule(micro_batches))
             result = self._reduced(reduce_output, compute_loss, bcast_loss)
@@ -71,10 +78,18 @@ class Evaluation(Execution):
         if reduce_output is None:
             return results if self.is_last_stage() else None
         means = _means(results)
-        gathered = [json.loads(row) for row in self.network.world.gather_bytes(json.dumps(_told(means, len(results))).encode())]
+        gathered = [
+            json.loads(row) for row in self.network.world.gather_bytes(json.dumps(_told(means, len(results))).encode())
+        ]
         if self.is_last_stage():
             overall = _overall(gathered)
-            return _formed([torch.tensor(part, dtype=mean.dtype, device=self.device) for part, mean in zip(overall, means, strict=True)], results)
+            return _formed(
+                [
+                    torch.tensor(part, dtype=mean.dtype, device=self.device)
+                    for part, mean in zip(overall, means, strict=True)
+                ],
+                results,
+            )
         if not (compute_loss and bcast_loss):
             return None
         return torch.tensor(_overall(gathered)[0], dtype=torch.float32, device=self.device)
@@ -83,7 +98,10 @@ class Evaluation(Execution):
 def _means(results: list[Any]) -> list[torch.Tensor]:
     """Return the mean over micro-batches of each part of a result."""
     parts = [result if isinstance(result, list) else [result] for result in results]
-    return [torch.stack([part.double() for part in column]).mean(dim=0).to(column[0].dtype) for column in zip(*parts, strict=True)]
+    return [
+        torch.stack([part.double() for part in column]).mean(dim=0).to(column[0].dtype)
+        for column in zip(*parts, strict=True)
+    ]
 
 
 def _told(means: list[torch.Tensor], count: int) -> dict[str, Any]:
@@ -94,7 +112,9 @@ def _overall(gathered: list[dict[str, Any]]) -> list[Any]:
     """Return the mean over pipelines of each part, weighted by micro-batches."""
     rows = [row for row in gathered if row["count"]]
     total = sum(row["count"] for row in rows)
-    weighted = [[torch.tensor(mean, dtype=torch.float64) * (row["count"] / total) for mean in row["means"]] for row in rows]
+    weighted = [
+        [torch.tensor(mean, dtype=torch.float64) * (row["count"] / total) for mean in row["means"]] for row in rows
+    ]
     return [torch.stack(column).sum(dim=0).tolist() for column in zip(*weighted, strict=True)]
 
 

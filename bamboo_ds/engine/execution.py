@@ -1,6 +1,7 @@
 """Executes the instructions of a schedule on tensors: one method per instruction.
 
-Every method names a stage and a micro-batch; what it reads and leaves is in the `StepState`. DeepSpeed's own `_exec_*` work on numbered buffers and on blocking sends between ranks, and are all
+Every method names a stage and a micro-batch; what it reads and leaves is in the `StepState`. DeepSpeed's own
+`_exec_*` work on numbered buffers and on blocking sends between ranks, and are all
 replaced.
 """
 
@@ -24,8 +25,9 @@ from deepspeed.utils.timer import BACKWARD_GLOBAL_TIMER, BACKWARD_MICRO_TIMER, F
 from bamboo_ds.comm import Address, Kind, Message, Network, make_message
 from bamboo_ds.engine.clock import OperationClock
 from bamboo_ds.engine.data import StepBatches, check_same
+from bamboo_ds.engine.gradients import GradientReducer
 from bamboo_ds.engine.precision import LocalGradients
-from bamboo_ds.engine.state import Slot, StepState, Value, like, tensors_of
+from bamboo_ds.engine.state import Slot, Statistics, StepState, Value, like, required, tensors_of
 from bamboo_ds.engine.swap import ActivationSwap
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.module import BambooPipelineModule
@@ -48,6 +50,9 @@ class Execution(PipelineEngine):
     _swap: ActivationSwap
     _seed: int
     _training_micro_batches: int
+    _reducer: GradientReducer
+    statistics: Statistics
+    data_iterator: Any
 
     # ---- loading and computing ---------------------------------------------------------------------------------
 
@@ -66,12 +71,14 @@ class Execution(PipelineEngine):
                 self._take_loss(slot, micro_batch)
 
     def _run(self, stage: int, micro_batch: int, inputs: Value | None) -> Any:
-        """Run a stage on copies of its inputs, so that a layer which works in place spoils nothing that is still needed."""
-        assert inputs is not None, f"stage {stage} runs micro-batch {micro_batch} before its inputs are there"
-        copies = tuple(tensor.clone() for tensor in tensors_of(inputs))
+        """Run a stage on copies of its inputs, so that a layer which works in place spoils nothing still needed."""
+        given: Value = required(inputs)
+        copies = tuple(tensor.clone() for tensor in tensors_of(given))
         position = self.micro_batch_range[micro_batch]
         outputs = self.module.run_stage(
-            stage, like(inputs, copies), seed_of=lambda layer: layer_seed(self._seed, step=self._state.step, micro_batch=position, layer=layer)
+            stage,
+            like(given, copies),
+            seed_of=lambda layer: layer_seed(self._seed, step=self._state.step, micro_batch=position, layer=layer),
         )
         if stage < self.num_stages - 1:
             outputs = _checked(outputs, stage)
@@ -80,7 +87,9 @@ class Execution(PipelineEngine):
     def _take_loss(self, slot: Slot, micro_batch: int) -> None:
         batch = self._batches.batch(micro_batch)
         if self.num_stages > 1:
-            check_same(slot.digest, batch.digest, step=self._state.step, micro_batch=self.micro_batch_range[micro_batch])
+            check_same(
+                slot.digest, batch.digest, step=self._state.step, micro_batch=self.micro_batch_range[micro_batch]
+            )
         if self.eval_return_logits:
             self.outputs = slot.outputs
         has_loss_fn = self._compute_loss and self.module.loss_fn is not None
@@ -99,7 +108,8 @@ class Execution(PipelineEngine):
             if stage == self.num_stages - 1:
                 self._backward_loss(slot)
             else:
-                outputs = [tensor for tensor in tensors_of(slot.outputs) if tensor.requires_grad]  # type: ignore[arg-type]
+                produced: Value = required(slot.outputs)
+                outputs = [tensor for tensor in tensors_of(produced) if tensor.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, list(slot.output_gradients))
             self._local.collect(self._reducer.own_parameters)
@@ -107,7 +117,9 @@ class Execution(PipelineEngine):
 
     def _backward_loss(self, slot: Slot) -> None:
         if not isinstance(slot.loss, torch.Tensor) or slot.loss.numel() != 1:
-            raise ConfigError("the last stage must end in a scalar loss: give loss_fn, or let the last layer return one")
+            raise ConfigError(
+                "the last stage must end in a scalar loss: give loss_fn, or let the last layer return one"
+            )
         if slot.loss.requires_grad:
             (slot.loss * (self._loss_scale() / self._training_micro_batches)).backward()
 
@@ -122,17 +134,15 @@ class Execution(PipelineEngine):
     def _redundant_inputs(self, stage: int, micro_batch: int) -> Value:
         if stage == 0:
             return self._batches.batch(micro_batch).inputs
-        sent = self._state.slot(stage - 1, micro_batch).sent
-        assert sent is not None, f"redundant forward of stage {stage} before the worker's own forward of micro-batch {micro_batch}"
-        return self._received(sent)
+        return self._received(required(self._state.slot(stage - 1, micro_batch).sent))
 
     # ---- sending and receiving ---------------------------------------------------------------------------------
 
     def _exec_send_activations(self, stage: int, micro_batch: int) -> None:
         slot = self._state.slot(stage, micro_batch)
-        assert slot.outputs is not None
         with self._breakdown(PIPE_SEND_OUTPUT_TIMER):
-            tensors = tensors_of(slot.outputs)
+            produced: Value = required(slot.outputs)
+            tensors = tensors_of(produced)
             slot.sent = make_message(
                 self._address(Kind.ACTIVATION, stage + 1, micro_batch),
                 tensors,
@@ -154,19 +164,23 @@ class Execution(PipelineEngine):
         """Return a message's tensors as leaves on the device; those whose sender expects a gradient require one."""
         leaves = tuple(
             tensor.to(self.device).requires_grad_(meta.requires_grad and torch.is_grad_enabled())
-            for tensor, meta in zip((tensor.detach() for tensor in message.tensors), message.header.tensors, strict=True)
+            for tensor, meta in zip(
+                (tensor.detach() for tensor in message.tensors), message.header.tensors, strict=True
+            )
         )
         return leaves if message.header.is_tuple else leaves[0]
 
     def _exec_send_grads(self, stage: int, micro_batch: int) -> None:
         """Send back a gradient for each tensor that asks for one; zero where the stage did not use it."""
         slot = self._state.slot(stage, micro_batch)
-        assert slot.inputs is not None
         with self._breakdown(PIPE_SEND_GRAD_TIMER):
-            asked = [tensor for tensor in tensors_of(slot.inputs) if tensor.requires_grad]
+            received: Value = required(slot.inputs)
+            asked = [tensor for tensor in tensors_of(received) if tensor.requires_grad]
             gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in asked]
             address = self._address(Kind.GRADIENT, stage - 1, micro_batch)
-            self.network.outbound[Kind.GRADIENT].send(make_message(address, gradients, is_tuple=True, requires_grad=[False] * len(gradients)))
+            self.network.outbound[Kind.GRADIENT].send(
+                make_message(address, gradients, is_tuple=True, requires_grad=[False] * len(gradients))
+            )
         slot.inputs = None
 
     def _exec_recv_grads(self, stage: int, micro_batch: int) -> None:
@@ -177,7 +191,12 @@ class Execution(PipelineEngine):
 
     def _address(self, kind: Kind, stage: int, micro_batch: int) -> Address:
         return Address(
-            kind=kind, epoch=self.plan.epoch, version=self.plan.version, step=self._state.step, stage=stage, micro_batch=micro_batch
+            kind=kind,
+            epoch=self.plan.epoch,
+            version=self.plan.version,
+            step=self._state.step,
+            stage=stage,
+            micro_batch=micro_batch,
         )
 
     # ---- timers ------------------------------------------------------------------------------------------------
@@ -199,7 +218,7 @@ class Execution(PipelineEngine):
 
 
 # DeepSpeed dispatches by exact class through this map of functions, so overriding methods alone would change nothing.
-EXECUTION_MAP = {
+EXECUTION_MAP: dict[type, Any] = {
     instructions.LoadMicroBatch: Execution._exec_load_micro_batch,
     instructions.ForwardPass: Execution._exec_forward_pass,
     instructions.BackwardPass: Execution._exec_backward_pass,
@@ -217,8 +236,11 @@ def _checked(outputs: Any, stage: int) -> Value:
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     strangers = [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]
     if strangers:
-        raise ConfigError(f"the last layer of stage {stage} returned {', '.join(strangers)}; between stages only a tensor or a tuple of tensors can pass")
-    return outputs  # type: ignore[no-any-return]
+        raise ConfigError(
+            f"the last layer of stage {stage} returned {', '.join(strangers)}; "
+            "between stages only a tensor or a tuple of tensors can pass"
+        )
+    return outputs
 
 
 def _detached(loss: Any) -> Any:

@@ -1,6 +1,7 @@
 """Ends a worker in order, and says once why the job ended.
 
-A process that exits with live gloo groups may be aborted with signal 6, which a launcher takes for a failure of its own; so engines are closed first. When one worker raises, its
+A process that exits with live gloo groups may be aborted with signal 6, which a launcher takes for a failure of its
+own; so engines are closed first. When one worker raises, its
 traceback is the story; the others, whose links break, say one line.
 """
 

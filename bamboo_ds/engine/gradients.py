@@ -1,7 +1,9 @@
 """Reduces gradients among all holders of a layer, out of place.
 
-The gradient group of a stage is its owners in all pipelines plus their shadows: owners contribute, shadows contribute zeros, all receive the sum, so original and replica step the same
-numbers. A tied layer is one unit, reduced among the holders of all stages that use it: every parameter of it stays equal, whatever the user named. Local gradients stay as they are until the commit, so that a reduction
+The gradient group of a stage is its owners in all pipelines plus their shadows: owners contribute, shadows
+contribute zeros, all receive the sum, so original and replica step the same
+numbers. A tied layer is one unit, reduced among the holders of all stages that use it: every parameter of it stays
+equal, whatever the user named. Local gradients stay as they are until the commit, so that a reduction
 can be repeated without a member that died in it.
 """
 
@@ -52,7 +54,9 @@ def units_of(module: BambooPipelineModule) -> dict[str, list[Unit]]:
     units: dict[str, list[Unit]] = {}
     for stage in module.held_stages():
         owned = stage == module.own_stage
-        units[stage_reduction(stage)] = [_unit(str(index), layer, owned) for index, layer in sorted(module.untied_layers(stage).items())]
+        units[stage_reduction(stage)] = [
+            _unit(str(index), layer, owned) for index, layer in sorted(module.untied_layers(stage).items())
+        ]
     first = module.tied_first_layers()
     for key, users in module.tied_stages().items():
         tied = module.tied_module(key)
@@ -62,13 +66,16 @@ def units_of(module: BambooPipelineModule) -> dict[str, list[Unit]]:
 
 
 def _unit(name: str, module: nn.Module, owned: bool) -> Unit:
-    return Unit(name=name, module=module, parameters=tuple(p for p in module.parameters() if p.requires_grad), owned=owned)
+    return Unit(
+        name=name, module=module, parameters=tuple(p for p in module.parameters() if p.requires_grad), owned=owned
+    )
 
 
 class Reduction:
     """The units of one gradient group, and their sums in flat buffers, one per dtype.
 
-    Behind each buffer's gradients stands one number per parameter: how many members had a gradient. A parameter that none had keeps `None`, as it would in one process: an optimizer
+    Behind each buffer's gradients stands one number per parameter: how many members had a gradient. A parameter that
+    none had keeps `None`, as it would in one process: an optimizer
     treats "no gradient" and "zero" differently.
     """
 
@@ -110,10 +117,14 @@ class Reduction:
         return flat
 
     @staticmethod
-    def _views(flat: torch.Tensor, parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
+    def _views(
+        flat: torch.Tensor, parameters: list[nn.Parameter]
+    ) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
         views, offset, first_flag = [], 0, flat.numel() - len(parameters)
         for number, parameter in enumerate(parameters):
-            views.append((parameter, flat[offset : offset + parameter.numel()].view(parameter.shape), flat[first_flag + number]))
+            views.append(
+                (parameter, flat[offset : offset + parameter.numel()].view(parameter.shape), flat[first_flag + number])
+            )
             offset += parameter.numel()
         return views
 
@@ -143,8 +154,12 @@ class GradientReducer:
     """
 
     def __init__(self, module: BambooPipelineModule, network: Network) -> None:
-        self.reductions = [Reduction(units, network.reductions[name]) for name, units in sorted(units_of(module).items())]
-        self.own_parameters = [p for reduction in self.reductions for unit in reduction.units if unit.owned for p in unit.parameters]
+        self.reductions = [
+            Reduction(units, network.reductions[name]) for name, units in sorted(units_of(module).items())
+        ]
+        self.own_parameters = [
+            p for reduction in self.reductions for unit in reduction.units if unit.owned for p in unit.parameters
+        ]
 
     def reduce(self, local: LocalGradients) -> None:
         """Sum every unit among its holders. All reductions run at once, so their order cannot deadlock.
@@ -180,7 +195,9 @@ def _squared_norm(unit: Unit, sums: Mapping[nn.Parameter, torch.Tensor | None]) 
 
 
 class Replicas:
-    """Keeps what no gradient moves equal among holders: everything once at the start, buffers at each commit that changed them.
+    """Keeps what no gradient moves equal among holders.
+
+    Everything is made equal once at the start, buffers at each commit that changed them.
 
     Args:
         module: which layers this worker holds.
@@ -206,7 +223,12 @@ class Replicas:
 
     def changed(self) -> bool:
         """Return whether a buffer of an owned unit was written since the last look."""
-        return any(self._versions[unit.name] != _versions(unit) for units in self._units.values() for unit in units if unit.owned)
+        return any(
+            self._versions[unit.name] != _versions(unit)
+            for units in self._units.values()
+            for unit in units
+            if unit.owned
+        )
 
     @torch.no_grad()
     def follow_buffers(self, stages: frozenset[int]) -> None:

@@ -1,6 +1,7 @@
 """Gives the optimizer the redundant parameters, each in the group that its owner put it in.
 
-A shadow steps the layers of the next stage with the same numbers, so it needs the same learning rate and weight decay for each. Users express those as parameter groups of their own
+A shadow steps the layers of the next stage with the same numbers, so it needs the same learning rate and weight
+decay for each. Users express those as parameter groups of their own
 stage's parameters; the workers tell one another which parameter (by layer and name) is in which group.
 """
 
@@ -20,10 +21,8 @@ from bamboo_ds.module import BambooPipelineModule
 Groups = list[dict[str, Any]]
 
 
-def with_redundant(
-    module: BambooPipelineModule, *, model_parameters: Any, optimizer: Any, world: Group
-) -> list[Any]:
-    """Return the parameters for the optimizer: the user's choice for the own stage, and the owner's for the redundant one.
+def with_redundant(module: BambooPipelineModule, *, model_parameters: Any, optimizer: Any, world: Group) -> list[Any]:
+    """Return the parameters for the optimizer: the user's choice for the own stage, the owner's for the redundant one.
 
     A client optimizer *instance* is extended in place.
 
@@ -43,7 +42,9 @@ def with_redundant(
     groups = optimizer.param_groups if client else as_groups(model_parameters, module)
     plain = not client and all(set(group) == {"params"} for group in groups)
     _refuse_strangers(groups, module)
-    told = {row["worker"]: row for row in map(json.loads, world.gather_bytes(json.dumps(_tell(module, groups)).encode()))}
+    told = {
+        row["worker"]: row for row in map(json.loads, world.gather_bytes(json.dumps(_tell(module, groups)).encode()))
+    }
     _add_redundant(module, groups, told, optimizer if client else None)
     if not any(group["params"] for group in groups):
         # A stage without trainable parameters trains nothing but takes part in all else; torch wants at least one.
@@ -60,12 +61,19 @@ def as_groups(model_parameters: Any, module: BambooPipelineModule) -> Groups:
 
 
 def _trainable(parameters: Any) -> list[nn.Parameter]:
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else [p[1] if isinstance(p, tuple) else p for p in parameters]
+    listed: list[Any] = (
+        [parameters]
+        if isinstance(parameters, torch.Tensor)
+        else [p[1] if isinstance(p, tuple) else p for p in parameters]
+    )
     return [parameter for parameter in listed if parameter.requires_grad]
 
 
 def own_names(module: BambooPipelineModule, stage: int) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of a held stage by a name that all workers share: `<layer>.<name>`, a tied one at its first layer in the model."""
+    """Return the trainable parameters of a held stage by a name that all workers share.
+
+    It is `<layer>.<name>`, with the first layer of the tie for a tied one.
+    """
     first = module.tied_first_layers()
     names: dict[str, nn.Parameter] = {}
     tied = {id(module.tied_module(key)): index for key, index in first.items() if module.tied_module(key) is not None}
@@ -98,10 +106,16 @@ def _tell(module: BambooPipelineModule, groups: Groups) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str) or (isinstance(value, tuple | list) and all(map(_plain, value)))
+    return (
+        value is None
+        or isinstance(value, bool | int | float | str)
+        or (isinstance(value, tuple | list) and all(map(_plain, value)))
+    )
 
 
-def _add_redundant(module: BambooPipelineModule, groups: Groups, told: Mapping[int, dict[str, Any]], optimizer: Any) -> None:
+def _add_redundant(
+    module: BambooPipelineModule, groups: Groups, told: Mapping[int, dict[str, Any]], optimizer: Any
+) -> None:
     if module.redundant_stage is None:
         return
     pipeline = module.plan.place(module.worker).pipeline

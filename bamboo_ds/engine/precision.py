@@ -1,7 +1,9 @@
 """Mixed precision: low-precision weights with fp32 masters, parameter by parameter.
 
-DeepSpeed's bf16 and fp16 optimizers flatten all weights into one tensor and clip by their local norm. Layers that come and go need state that follows the parameter, and the norm is a global
-fact decided at the commit; so masters, gradients and optimizer state are kept per parameter here, and clipping is done before `step`.
+DeepSpeed's bf16 and fp16 optimizers flatten all weights into one tensor and clip by their local norm. Layers that
+come and go need state that follows the parameter, and the norm is a global
+fact decided at the commit; so masters, gradients and optimizer state are kept per parameter here, and clipping is
+done before `step`.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ def target_of(parameter: torch.nn.Parameter, optimizer: Any) -> torch.nn.Paramet
 class LocalGradients:
     """The gradients of this worker's own backwards, kept until the commit.
 
-    Low-precision gradients are added into fp32 accumulators after each micro-batch; the sum over micro-batches would otherwise be rounded to low precision at each addition.
+    Low-precision gradients are added into fp32 accumulators after each micro-batch; the sum over micro-batches would
+    otherwise be rounded to low precision at each addition.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bamboo_ds.comm import Message
+from bamboo_ds.errors import ScheduleError
 
 Value = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -29,7 +30,7 @@ class Slot:
     outputs: Value | None = None
     sent: Message | None = None
     output_gradients: tuple[torch.Tensor, ...] = ()
-    loss: torch.Tensor | None = None
+    loss: Any = None
     digest: int = 0
 
 
@@ -64,7 +65,8 @@ class Statistics:
     Attributes:
         frc_done: redundant forwards run.
         frc_possible: micro-batches for which one could have run.
-        host_peak_bytes: most host memory held at once for recovery: what redundant forwards saved, and the journal of sent tensors.
+        host_peak_bytes: most host memory held at once for recovery: what redundant forwards saved, and the journal
+            of sent tensors.
         swap_saved_bytes: the part of it that would have stayed on the accelerator without the activation swap.
     """
 
@@ -76,6 +78,17 @@ class Statistics:
     def reset(self) -> None:
         """Set all counts to 0."""
         self.frc_done = self.frc_possible = self.host_peak_bytes = self.swap_saved_bytes = 0
+
+
+def required(value: Any) -> Any:
+    """Return what an earlier instruction must have left.
+
+    Raises:
+        ScheduleError: it has not.
+    """
+    if value is None:
+        raise ScheduleError("an instruction ran before the one that it depends on")
+    return value
 
 
 def tensors_of(value: Value) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,9 @@
 """Answers who-is-where questions from the plan, in the words of DeepSpeed's `PipelineParallelGrid`.
 
-User scripts ask `engine.grid`, `engine.mpu` or `model.mpu()` for their rank along an axis, to pick their share of the data or to print once. DeepSpeed's own grid would answer
-for its world of one; this one answers truly. It has no process groups: a group that cannot lose a member is what Bamboo avoids.
+User scripts ask `engine.grid`, `engine.mpu` or `model.mpu()` for their rank along an axis, to pick their share of
+the data or to print once. DeepSpeed's own grid would answer
+for its world of one; this one answers truly. It has no process groups: a group that cannot lose a member is what
+Bamboo avoids.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class PlanGrid:
         return self.stage_id
 
     get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
-    get_model_parallel_rank = get_stage_id  # DeepSpeed calls all stages of a pipeline "model parallel"; checkpoint names follow it
+    get_model_parallel_rank = (
+        get_stage_id  # DeepSpeed calls all stages of a pipeline "model parallel"; checkpoint names follow it
+    )
 
     def get_pipe_parallel_world_size(self) -> int:
         """Return the number of stages."""
@@ -85,5 +89,5 @@ class PlanGrid:
             "use engine.grid's ranks, or torch.distributed's default group for small exchanges outside of train_batch()"
         )
 
-    get_pipe_parallel_group = get_data_parallel_group = get_model_parallel_group = get_slice_parallel_group = _no_group
-    get_tensor_model_parallel_group = get_pipeline_model_parallel_group = _no_group
+    get_pipe_parallel_group = get_data_parallel_group = get_model_parallel_group = _no_group
+    get_slice_parallel_group = get_tensor_model_parallel_group = get_pipeline_model_parallel_group = _no_group

@@ -1,7 +1,9 @@
 """Builds layers so that every holder of a layer starts with the same weights.
 
-DeepSpeed draws the weights of a stage from whatever the random generator holds when it builds it, so they depend on the partition. Here the generator is seeded before each
-layer, from its global index. What was drawn is then put back, so building layers leaves no trace in the user's random numbers.
+DeepSpeed draws the weights of a stage from whatever the random generator holds when it builds it, so they depend on
+the partition. Here the generator is seeded before each
+layer, from its global index. What was drawn is then put back, so building layers leaves no trace in the user's
+random numbers.
 """
 
 from __future__ import annotations
@@ -71,7 +73,12 @@ def seed_all(seed: int) -> None:
 
 
 def build_stage(
-    specs: Sequence[Any], *, stage: int, bounds: tuple[int, int], tied: dict[str, nn.Module], seed_layer: Callable[[int], None]
+    specs: Sequence[Any],
+    *,
+    stage: int,
+    bounds: tuple[int, int],
+    tied: dict[str, nn.Module],
+    seed_layer: Callable[[int], None],
 ) -> StageLayers:
     """Build the layers of a stage.
 
@@ -102,7 +109,13 @@ def _add(layers: StageLayers, index: int, layer: Any) -> None:
 
 
 def _add_tied(
-    layers: StageLayers, index: int, spec: TiedLayerSpec, tied: dict[str, nn.Module], seed_layer: Callable[[int], None], *, first: int
+    layers: StageLayers,
+    index: int,
+    spec: TiedLayerSpec,
+    tied: dict[str, nn.Module],
+    seed_layer: Callable[[int], None],
+    *,
+    first: int,
 ) -> None:
     if spec.key not in tied:
         seed_layer(first)
@@ -130,4 +143,7 @@ def refuse_hidden_ties(specs: Sequence[Any]) -> None:
         for name, parameter in spec.named_parameters():
             first = seen.setdefault(id(parameter), index)
             if first != index:
-                raise ConfigError(f"layers {first} and {index} share the parameter {name!r}; tie them with TiedLayerSpec, or they drift apart across stages")
+                raise ConfigError(
+                    f"layers {first} and {index} share the parameter {name!r}; "
+                    "tie them with TiedLayerSpec, or they drift apart across stages"
+                )

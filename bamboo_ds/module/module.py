@@ -1,7 +1,9 @@
 """A `PipelineModule` that builds its own stage and, off the module tree, the redundant layers of the next.
 
-DeepSpeed sees a world of one, so its module would hold all layers. `_partition_layers` is where a stage is chosen, and there the plan's stage is put in.
-The redundant layers are kept off the tree: `parameters()`, parameter counts and checkpoints then show the own stage only, as users and DeepSpeed expect.
+DeepSpeed sees a world of one, so its module would hold all layers. `_partition_layers` is where a stage is chosen,
+and there the plan's stage is put in.
+The redundant layers are kept off the tree: `parameters()`, parameter counts and checkpoints then show the own stage
+only, as users and DeepSpeed expect.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from bamboo_ds.errors import ConfigError, UnsupportedFeatureError
 from bamboo_ds.module.grid import PlanGrid
 from bamboo_ds.module.layers import StageLayers, build_stage, refuse_hidden_ties, seed_all, untouched_randomness
-from bamboo_ds.plan import Plan, static_plan
+from bamboo_ds.plan import static_plan
 from bamboo_ds.plan.seeds import initial_seed
 from bamboo_ds.world import World, init_distributed, local_device, world_of_one
 
@@ -33,7 +35,8 @@ _STOCK_CHECKPOINTS = (checkpointing.checkpoint, checkpointing.non_reentrant_chec
 class BambooPipelineModule(PipelineModule):
     """A drop-in for `deepspeed.pipe.PipelineModule`, with its constructor.
 
-    Layers given as `LayerSpec` start from a seed per global layer index, so the weights do not depend on the number of stages.
+    Layers given as `LayerSpec` start from a seed per global layer index, so the weights do not depend on the number
+    of stages.
 
     Args:
         layers: the model as a sequence of `LayerSpec`, `TiedLayerSpec`, modules or functions.
@@ -45,7 +48,8 @@ class BambooPipelineModule(PipelineModule):
         base_seed: see `seed_layers`.
         partition_method: `"parameters"`, `"uniform"` or `"type:REGEX"`.
         activation_checkpoint_interval: layers per checkpointed block; 0 for none.
-        activation_checkpoint_func: a checkpoint function of your own; DeepSpeed's two mean torch's non-reentrant checkpoint here.
+        activation_checkpoint_func: a checkpoint function of your own; DeepSpeed's two mean torch's non-reentrant
+            checkpoint here.
         checkpointable_layers: names of the layer classes that may be checkpointed.
         dynamic_shape: accepted; shapes may always change here.
 
@@ -118,20 +122,22 @@ class BambooPipelineModule(PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         count, stages = len(self._layer_specs), self.plan.num_stages
         if count < stages:
-            raise ConfigError(f"{count} layers cannot fill {stages} stages: give at least one layer per stage or fewer stages")
+            raise ConfigError(
+                f"{count} layers cannot fill {stages} stages: give at least one layer per stage or fewer stages"
+            )
         with untouched_randomness():
             self.parts = [int(bound) for bound in self._bounds(method.lower(), stages)]
         self._set_bounds(self.parts[self.own_stage], self.parts[self.own_stage + 1])
 
     def _bounds(self, method: str, stages: int) -> Sequence[int]:
         if method == "uniform":
-            return deepspeed_utils.partition_uniform(num_items=len(self._layer_specs), num_parts=stages)  # type: ignore[no-any-return]
+            return deepspeed_utils.partition_uniform(num_items=len(self._layer_specs), num_parts=stages)
         if method == "parameters":
-            return deepspeed_utils.partition_balanced(weights=self._count_layer_params(), num_parts=stages)  # type: ignore[no-any-return]
+            return deepspeed_utils.partition_balanced(weights=self._count_layer_params(), num_parts=stages)
         if method.startswith("type:"):
             chosen = set(self._find_layer_type(method.split(":", 1)[1]))
             weights = [int(index in chosen) for index in range(len(self._layer_specs))]
-            return deepspeed_utils.partition_balanced(weights=weights, num_parts=stages)  # type: ignore[no-any-return]
+            return deepspeed_utils.partition_balanced(weights=weights, num_parts=stages)
         raise ConfigError(f"partition_method = {method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
 
     def _build(self) -> None:
@@ -150,7 +156,9 @@ class BambooPipelineModule(PipelineModule):
     def _build_stage(self, stage: int) -> StageLayers:
         bounds = (self.parts[stage], self.parts[stage + 1])
         with untouched_randomness():
-            return build_stage(self._layer_specs, stage=stage, bounds=bounds, tied=self._tied, seed_layer=self._seed_layer)
+            return build_stage(
+                self._layer_specs, stage=stage, bounds=bounds, tied=self._tied, seed_layer=self._seed_layer
+            )
 
     def _seed_layer(self, index: int) -> None:
         if not self.seed_layers:
@@ -259,7 +267,11 @@ class BambooPipelineModule(PipelineModule):
             stop = min(start + interval, len(functions))
             block = partial(self._run_block, stage, start, stop, seed_of)
             blocked = inputs if isinstance(inputs, tuple) else (inputs,)
-            inputs = self._checkpointed(block, *blocked) if self._is_checkpointable(functions[start:stop]) else block(*blocked)
+            inputs = (
+                self._checkpointed(block, *blocked)
+                if self._is_checkpointable(functions[start:stop])
+                else block(*blocked)
+            )
         return inputs
 
     def _run_block(self, stage: int, start: int, stop: int, seed_of: SeedOfLayer | None, *inputs: Any) -> Any:
@@ -287,7 +299,9 @@ def stages_of(num_stages: int | None, topology: ProcessTopology | None) -> int:
         return int(num_stages or 0)
     sliced = [axis for axis in topology.get_axis_names() if axis not in ("pipe", "data") and topology.get_dim(axis) > 1]
     if sliced:
-        raise UnsupportedFeatureError(f"topology with the axis {sliced[0]!r} (tensor slicing) is not supported: use the axes 'pipe' and 'data'")
+        raise UnsupportedFeatureError(
+            f"topology with the axis {sliced[0]!r} (tensor slicing) is not supported: use the axes 'pipe' and 'data'"
+        )
     return int(topology.get_dim("pipe"))
 
 
@@ -308,7 +322,7 @@ def adopt(model: PipelineModule, world: World) -> BambooPipelineModule:
     refuse_hidden_ties(model._layer_specs)
     kind = type(model)
     model.__class__ = type(kind.__name__, (BambooPipelineModule, kind), {"__doc__": kind.__doc__})
-    adopted: BambooPipelineModule = model  # type: ignore[assignment]
+    adopted: BambooPipelineModule = model
     adopted._take_place(world, topology.get_dim("pipe"), topology.get_dim("data"))
     adopted._initial_seed = torch.initial_seed()
     adopted.parts = [int(bound) for bound in adopted.parts]

@@ -1,9 +1,11 @@
 """The commit: all live workers agree that a step's gradients are complete, and on the three facts that are global.
 
-Each worker casts a `Vote` when the sums of its own and of its redundant stage have arrived; `tally` makes the one `Decision` of them. It is pure, so
+Each worker casts a `Vote` when the sums of its own and of its redundant stage have arrived; `tally` makes the one
+`Decision` of them. It is pure, so
 the plain exchange between workers and a coordinator that reads votes from a store decide alike.
 
-Sums are taken in the order of layers and micro-batches, in double precision, never in the order of workers: the norm and the loss then have the same bits for every
+Sums are taken in the order of layers and micro-batches, in double precision, never in the order of workers: the norm
+and the loss then have the same bits for every
 number of stages.
 """
 
@@ -25,11 +27,13 @@ class Vote:
         step: optimizer steps committed before.
         pipeline: its pipeline.
         stage: its stage.
-        squared_norms: sum of squares of the reduced gradient, by reduction unit (a layer's index, or `tied:<key>` at its first layer), of units it owns.
+        squared_norms: sum of squares of the reduced gradient, by reduction unit (a layer's index, or `tied:<key>` at
+            its first layer), of units it owns.
         losses: loss by micro-batch of the global batch (last stages only).
         additional_losses: the module's own named losses, mean over the pipeline's micro-batches (last stages only).
         overflow: whether a reduced gradient is not finite (fp16 only; else that is an error).
-        forward_seconds: measured time of one forward of the own stage; likewise `backward_seconds`. 0 when not measured.
+        forward_seconds: measured time of one forward of the own stage; likewise `backward_seconds`. 0 when not
+            measured.
         buffers_changed: whether a buffer of the own stage was written in this step.
     """
 
@@ -111,7 +115,7 @@ def _mean_additional(ballots: list[Vote]) -> dict[str, float]:
 
 
 def _unit_norms(ballots: list[Vote]) -> dict[str, float]:
-    """Squared norm by unit, each unit once: every pipeline reports the same sums, and a tied unit has several owners."""
+    """Squared norm by unit, each once: every pipeline reports the same sums, and a tied unit has several owners."""
     norms: dict[str, float] = {}
     for vote in ballots:
         for unit, value in vote.squared_norms.items():
@@ -141,14 +145,17 @@ def _refuse_non_finite(losses: Mapping[int, float], ballots: list[Vote], step: i
             )
     for unit, value in sorted(_unit_norms(ballots).items(), key=lambda item: _unit_order(item[0])):
         if not math.isfinite(value):
-            raise NonFiniteLossError(f"the gradient of layer {unit} is not finite in step {step} while every loss is (nothing was stepped)")
+            raise NonFiniteLossError(
+                f"the gradient of layer {unit} is not finite in step {step} while every loss is (nothing was stepped)"
+            )
 
 
 def _stage_seconds(ballots: list[Vote]) -> tuple[tuple[float, float], ...]:
     stages = sorted({vote.stage for vote in ballots})
     by_stage = [[vote for vote in ballots if vote.stage == stage] for stage in stages]
     seconds = [
-        (_median(vote.forward_seconds for vote in same), _median(vote.backward_seconds for vote in same)) for same in by_stage
+        (_median(vote.forward_seconds for vote in same), _median(vote.backward_seconds for vote in same))
+        for same in by_stage
     ]
     return tuple(seconds) if all(forward > 0 and backward > 0 for forward, backward in seconds) else ()
 

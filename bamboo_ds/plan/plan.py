@@ -1,6 +1,7 @@
 """The plan: who owns which stage of which pipeline.
 
-Immutable and numbered: `epoch` grows with every reconfiguration, `version` with every failover inside an epoch. Everything that a worker
+Immutable and numbered: `epoch` grows with every reconfiguration, `version` with every failover inside an epoch.
+Everything that a worker
 needs to know about the others follows from it by pure functions.
 """
 
@@ -49,7 +50,9 @@ class Plan:
         for pipeline, owners in enumerate(self.owners):
             if worker in owners:
                 return Place(pipeline=pipeline, stage=owners.index(worker))
-        raise InfeasiblePlanError(f"worker {worker} has no stage in the plan of epoch {self.epoch}; its workers are {self.workers}")
+        raise InfeasiblePlanError(
+            f"worker {worker} has no stage in the plan of epoch {self.epoch}; its workers are {self.workers}"
+        )
 
     def shadow_stage(self, stage: int) -> int:
         """Return the stage whose worker holds the redundant layers of `stage`."""
@@ -64,7 +67,10 @@ class Plan:
         return tuple(owners[stage] for owners in self.owners)
 
     def holders(self, stages: frozenset[int], *, redundancy: bool) -> tuple[int, ...]:
-        """Return the ids of all workers that hold layers of any of `stages`: owners and, with redundancy, their shadows; ascending."""
+        """Return the ids of all workers that hold layers of any of `stages`, ascending.
+
+        These are the owners and, with redundancy, their shadows.
+        """
         held_by = set(stages)
         if redundancy and self.num_stages > 1:
             held_by |= {self.shadow_stage(stage) for stage in stages}
@@ -75,7 +81,9 @@ class Plan:
 
         Shares are contiguous and differ by at most one micro-batch, so D need not divide M.
         """
-        return range(pipeline * micro_batches // self.num_pipelines, (pipeline + 1) * micro_batches // self.num_pipelines)
+        return range(
+            pipeline * micro_batches // self.num_pipelines, (pipeline + 1) * micro_batches // self.num_pipelines
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,8 @@ class Place:
 def static_plan(*, world_size: int, num_stages: int, pipelines: int | None = None) -> Plan:
     """Return the plan of a job whose workers are all there from the start.
 
-    Ranks are laid out as DeepSpeed's `PipeDataParallelTopology` does: rank = stage * D + pipeline, so that neighbours in rank (usually on
+    Ranks are laid out as DeepSpeed's `PipeDataParallelTopology` does: rank = stage * D + pipeline, so that
+    neighbours in rank (usually on
     one node) hold the same stage of different pipelines and a lost node never takes neighbouring stages.
 
     Args:
@@ -105,7 +114,9 @@ def static_plan(*, world_size: int, num_stages: int, pipelines: int | None = Non
     count = pipelines if pipelines is not None else max(world_size // num_stages, 1)
     if world_size != count * num_stages:
         raise InfeasiblePlanError(_misfit(world_size, num_stages, count, pipelines))
-    return Plan(owners=tuple(tuple(stage * count + pipeline for stage in range(num_stages)) for pipeline in range(count)))
+    return Plan(
+        owners=tuple(tuple(stage * count + pipeline for stage in range(num_stages)) for pipeline in range(count))
+    )
 
 
 def _misfit(world_size: int, num_stages: int, count: int, pipelines: int | None) -> str:

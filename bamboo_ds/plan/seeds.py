@@ -1,7 +1,9 @@
 """Seeds as pure functions of a position in training.
 
-A pipeline changes shape while it trains, and a lost forward is run again by another worker. Both must draw the same random numbers as
-the undisturbed run, so no seed may depend on a rank, a stage or on what was drawn before: it is a hash of where we are.
+A pipeline changes shape while it trains, and a lost forward is run again by another worker. Both must draw the same
+random numbers as
+the undisturbed run, so no seed may depend on a rank, a stage or on what was drawn before: it is a hash of where we
+are.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def batch_seed(seed: int, *, step: int, micro_batch: int) -> int:
 
 
 def initial_seed(seed: int, *, layer: int) -> int:
-    """Return the seed under which the weights of a layer are drawn when the module does not give one (`seed_layers`)."""
+    """Return the seed of a layer's initial weights, where the module gives none by `seed_layers`."""
     return _hash(b"initial", seed, layer)
 
 

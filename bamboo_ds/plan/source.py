@@ -1,6 +1,7 @@
 """Where a worker's plan comes from.
 
-The engine never asks the cluster: it is handed a `PlanSource`. This one never changes; an elastic one watches the cluster store.
+The engine never asks the cluster: it is handed a `PlanSource`. This one never changes; an elastic one watches the
+cluster store.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Times are rounded to columns, so the picture is approximate where costs are no m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -42,19 +42,14 @@ class Row:
 def column_seconds(costs: StageCosts) -> float:
     """Return how much time one column stands for.
 
-    The largest unit of which all costs are multiples, if the cheapest operation then takes one column or two. Otherwise
-    the cheapest takes one, and the others are rounded. However short the cheapest is, the dearest takes no more than
-    20, so that a step stays readable; what is shorter than half a column then does not show.
+    The cheapest operation takes one column, or two if only then all others take whole columns; otherwise the others
+    are rounded. However short the cheapest is, the dearest takes no more than 20 columns, so that a step stays
+    readable; what is shorter than half a column may then not show.
     """
     values = (*costs.forward, *costs.backward, *costs.redundant)
     least, readable = min(values), max(values) / _MOST_COLUMNS_OF_DEAREST
-    common = _common_divisor([Fraction(value).limit_denominator(1000) for value in values])
-    return max(common if least <= _MOST_COLUMNS_OF_CHEAPEST * common * (1 + 1e-9) else least, readable)
-
-
-def _common_divisor(values: Sequence[Fraction]) -> float:
-    scale = math.lcm(*(value.denominator for value in values))
-    return math.gcd(*(int(value * scale) for value in values)) / scale
+    parts = math.lcm(*(Fraction(value / least).limit_denominator(100).denominator for value in values))
+    return max(least / parts if parts <= _MOST_COLUMNS_OF_CHEAPEST else least, readable)
 
 
 def cell_width(timeline: Timeline) -> int:

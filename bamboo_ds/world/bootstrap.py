@@ -1,9 +1,11 @@
 """Finds this process's place among the others, and the store through which they meet.
 
-The launchers differ (`deepspeed`, `torchrun`, `srun`) but all describe the job in environment variables. A missing one is named here, at once:
+The launchers differ (`deepspeed`, `torchrun`, `srun`) but all describe the job in environment variables. A missing
+one is named here, at once:
 DeepSpeed would fall into MPI discovery and ask for mpi4py.
 
-The default process group of `torch.distributed` belongs to the user's code: its rank and size are the true ones. Nothing of a training step runs on it.
+The default process group of `torch.distributed` belongs to the user's code: its rank and size are the true ones.
+Nothing of a training step runs on it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import torch.distributed as torch_distributed
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
-from bamboo_ds.importing import forbid_shared_memory_op
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.importing import forbid_shared_memory_op
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -42,10 +44,13 @@ class World:
 
 
 def init_distributed(timeout_seconds: float = 300.0) -> World:
-    """Join the job's processes; safe to call again, and after `deepspeed.init_distributed` or `torch.distributed.init_process_group`.
+    """Join the job's processes.
+
+    It is safe to call again, and after `deepspeed.init_distributed` or `torch.distributed.init_process_group`.
 
     Args:
-        timeout_seconds: how long to wait for the other processes, and the limit of later user collectives on the default group.
+        timeout_seconds: how long to wait for the other processes, and the limit of later user collectives on the
+            default group.
 
     Raises:
         ConfigError: the launcher's environment variables are missing or wrong.
@@ -65,7 +70,11 @@ def init_distributed(timeout_seconds: float = 300.0) -> World:
 def _backend() -> str:
     """Gloo beside the accelerator's backend, so that user code may also reduce host tensors."""
     device, backend = get_accelerator().device_name(), get_accelerator().communication_backend_name()
-    return "gloo" if device == "cpu" or not torch_distributed.is_backend_available(backend) else f"cpu:gloo,{device}:{backend}"
+    return (
+        "gloo"
+        if device == "cpu" or not torch_distributed.is_backend_available(backend)
+        else f"cpu:gloo,{device}:{backend}"
+    )
 
 
 def _complete_environment() -> None:
@@ -99,7 +108,9 @@ def _first_host(node_list: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[03-05,9]`."""
     if "[" not in node_list:
         return node_list.split(",")[0]
-    shown = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, timeout=10, check=True)
+    shown = subprocess.run(
+        ["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, timeout=10, check=True
+    )
     return shown.stdout.split()[0]
 
 

@@ -1,6 +1,7 @@
 """Shows DeepSpeed a world of one.
 
-DeepSpeed's collectives cannot survive a dead peer, so it never gets one: while DeepSpeed's own code runs, its communication backend is a `SoloBackend`, in which
+DeepSpeed's collectives cannot survive a dead peer, so it never gets one: while DeepSpeed's own code runs, its
+communication backend is a `SoloBackend`, in which
 every collective is the identity. Outside, `deepspeed.comm` and `torch.distributed` answer truly to the user's code.
 """
 
@@ -58,35 +59,44 @@ class SoloBackend(Backend):
         self._world = SoloGroup()
 
     def get_rank(self, group: Any = None) -> int:
+        """Return 0."""
         return 0
 
     def get_world_size(self, group: Any = None) -> int:
+        """Return 1."""
         return 1
 
     def get_global_rank(self, group: Any, group_rank: int) -> int:
+        """Return 0."""
         return 0
 
     def get_world_group(self) -> SoloGroup:
+        """Return the group of one."""
         return self._world
 
     def new_group(self, ranks: Any = None) -> SoloGroup:
+        """Return a group of one, whoever was asked for."""
         return SoloGroup()
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Do nothing: the groups behind `torch.distributed` are the user's."""
 
     def has_all_gather_into_tensor(self) -> bool:
+        """Return True."""
         return True
 
     def has_reduce_scatter_tensor(self) -> bool:
+        """Return True."""
         return True
 
     def barrier(self, *args: Any, **kwargs: Any) -> _Done:
+        """Be done."""
         return _Done()
 
     monitored_barrier = barrier
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+        """Keep the tensor: it is its own sum."""
         return _Done()
 
     reduce = broadcast = inference_all_reduce = all_reduce
@@ -95,19 +105,25 @@ class SoloBackend(Backend):
         """Keep the list as it is."""
 
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+        """Copy the tensor."""
         tensor_list[0].copy_(tensor)
         return _Done()
 
     def all_gather_object(self, object_list: list[Any], value: Any, group: Any = None) -> None:
+        """Keep the value."""
         object_list[0] = value
 
-    def all_gather_into_tensor(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+    def all_gather_into_tensor(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> _Done:
+        """Copy the tensor."""
         output_tensor.copy_(input_tensor.view_as(output_tensor))
         return _Done()
 
     reduce_scatter_tensor = all_gather_into_tensor
 
     def send(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: there is nobody to send to."""
         raise ScheduleError("DeepSpeed sees a world of one and tried to send to a peer")
 
     recv = isend = irecv = send
@@ -124,7 +140,8 @@ def world_of_one(*, quiet: bool = False) -> Iterator[None]:
     """Run DeepSpeed code as a job of one process.
 
     Args:
-        quiet: keep DeepSpeed's rank-0 chatter to warnings, as every process believes it is rank 0. The user's own output is not touched.
+        quiet: keep DeepSpeed's rank-0 chatter to warnings, as every process believes it is rank 0. The user's own
+            output is not touched.
     """
     before, level = deepspeed_comm.cdb, logger.level
     deepspeed_comm.cdb = _SOLO

@@ -96,7 +96,7 @@ def test_a_bad_argument_is_one_clear_line(arguments: tuple[str, ...], message: s
 
 def test_long_pictures_do_not_wrap_where_there_is_no_terminal() -> None:
     lines = run("--stages", "2", "--micro-batches", "60").output.splitlines()
-    assert [line[0] for line in lines[:3]] == ["0", "1", "F"] or lines[2] == ""
+    assert [line[:3] for line in lines[:3]] == ["0  ", "1  ", ""]
     assert len(lines[0]) > 500
 
 

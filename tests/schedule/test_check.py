@@ -118,7 +118,7 @@ MUTATIONS = [
     (0, repeat("0SA1"), r"runs SendActivation\(stage 0, micro-batch 1\) twice"),
     (1, repeat("0R0"), r"runs RedundantForward\(stage 0, micro-batch 0\) twice"),
     (0, swap("0F0", "0SA0"), r"runs SendActivation\(stage 0, micro-batch 0\) without ForwardPass"),
-    (0, swap("0F1", "1R0"), None),
+    (0, swap("0RG0", "1R0"), None),
     (0, swap("0F0", "1R0"), r"runs RedundantForward\(stage 1, micro-batch 0\) without ForwardPass\(stage 0"),
     (0, swap("0SA0", "0SA1"), r"without ForwardPass\(stage 0, micro-batch 1\)"),
     (1, swap("1RA0", "1RA1"), r"sent \[0, 1\], received \[1, 0\]"),

@@ -50,8 +50,8 @@ def test_four_stages_and_eight_micro_batches(redundancy: str) -> None:
             3,
             "eflb",
             [
-                "0  F0 F1 r0 r1 B0--- F2 .  B1--- r2 B2---",
-                "1  r0 F0 B0--- r1 F1 B1--- F2 r2 B2--- .  .",
+                "0  F0 F1 r0 r1 B0--- F2 .  B1--- r2 .  B2---",
+                "1  r0 F0 B0--- F1 r1 B1--- F2 r2 B2--- .  .",
             ],
         ),
         (
@@ -79,7 +79,7 @@ def test_a_merged_worker_shows_both_stages_in_its_row() -> None:
 
 
 def test_columns_are_as_wide_as_the_longest_label() -> None:
-    assert picture(1, 11, "off").startswith("0  F0  B0----- F1  B1-----")
+    assert picture(1, 11, "off").startswith("0  F0- B0----- F1- B1-----")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_columns_are_as_wide_as_the_longest_label() -> None:
         (1.0, 2.5, 1.0, 0.5),
         (1.5, 2.7, 1.5, 1.5),
         (1.0, 2.0, 1e-6, 0.1),
+        (0.0101, 0.0199, 0.0101, 0.0101),
     ],
 )
 def test_a_column_is_a_unit_that_keeps_the_picture_short(

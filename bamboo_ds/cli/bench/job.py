@@ -13,6 +13,11 @@ Batch = tuple["torch.Tensor", "torch.Tensor"]
 OptimizerName = Literal["Adam", "SGD"]
 Precision = Literal["fp32", "bf16"]
 
+WEIGHT_DECAY = 0.01
+ADAM_EPSILON = 1e-6
+"""Above the rounding noise of gradients. The keys' bias of attention has a gradient of exactly zero but for noise of 1e-9
+(softmax does not see it), and with torch's 1e-8 Adam would blow that up to whole steps: two right runs would differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -48,9 +53,9 @@ class Job:
 
     def deepspeed_config(self) -> dict[str, Any]:
         """Return the DeepSpeed JSON of this job, without a `bamboo` block; the global batch stands for any D."""
-        parameters = {"lr": self.learning_rate, "weight_decay": 0.01}
+        parameters = {"lr": self.learning_rate, "weight_decay": WEIGHT_DECAY}
         if self.optimizer == "Adam":
-            parameters["torch_adam"] = True  # DeepSpeed's own would compile an op
+            parameters.update(eps=ADAM_EPSILON, torch_adam=True)  # DeepSpeed's own Adam would compile an op
         return {
             "train_batch_size": self.rows * self.micro_batches,
             "train_micro_batch_size_per_gpu": self.rows,

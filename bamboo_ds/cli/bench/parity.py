@@ -26,7 +26,8 @@ SHAPES = ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (3, 2))
 MODES = ("off", "lflb", "fit", "eflb")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 OPTIMIZERS: tuple[OptimizerName, ...] = ("Adam", "SGD")
-STEPS = 4
+STEPS = 6
+"""Enough for "fit" to have measured its windows and used them."""
 LOSS_BOUND = 1e-6
 """fp32: relative, per step. Sums over pipelines are taken in another order than in one process."""
 WEIGHT_BOUND = 1e-5

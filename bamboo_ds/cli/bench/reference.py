@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from bamboo_ds.cli.bench.job import Job, Outcome
+from bamboo_ds.cli.bench.job import ADAM_EPSILON, WEIGHT_DECAY, Job, Outcome
 from bamboo_ds.plan.seeds import layer_seed
 
 
@@ -89,8 +89,9 @@ def _function(spec: Any, module: torch.nn.Module) -> Callable[[Any], Any]:
 
 def _optimizer(job: Job, masters: list[torch.Tensor]) -> torch.optim.Optimizer:
     # DeepSpeed's "Adam" decouples weight decay unless told otherwise: it is AdamW.
-    kind = torch.optim.AdamW if job.optimizer == "Adam" else torch.optim.SGD
-    return kind(masters, lr=job.learning_rate, weight_decay=0.01)
+    if job.optimizer == "Adam":
+        return torch.optim.AdamW(masters, lr=job.learning_rate, weight_decay=WEIGHT_DECAY, eps=ADAM_EPSILON)
+    return torch.optim.SGD(masters, lr=job.learning_rate, weight_decay=WEIGHT_DECAY)
 
 
 def _accumulate(

@@ -58,5 +58,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "[bold red]no[/]"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
     return "" if value is None else str(value)

@@ -53,7 +53,7 @@ def gradient_clipping(config: Config) -> float:
     return float(value)
 
 
-def world_of_one(config: Config, sizes: BatchSizes, *, reporter: bool, on_cpu: bool) -> dict[str, Any]:
+def solo_config(config: Config, sizes: BatchSizes, *, reporter: bool, on_cpu: bool) -> dict[str, Any]:
     """Write the config for DeepSpeed's side of one worker.
 
     Args:
