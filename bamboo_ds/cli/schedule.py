@@ -154,8 +154,8 @@ def _show_coloured(picture: _Picture, console: Console, unit: float) -> None:
         for cell in row.cells:
             line.append(cell.text.rstrip(), _STYLES[cell.kind]).append(" " * (len(cell.text) - len(cell.text.rstrip())))
         lines.append((f"{row.worker:>2}  ", line))
-    total, cell = max(len(line) for _, line in lines), cell_width(picture.timeline)
-    panel = max((console.width - len(lines[0][0])) // cell, 1) * cell
+    total, column = max(len(line) for _, line in lines), cell_width(picture.timeline)
+    panel = max((console.width - len(lines[0][0])) // column, 1) * column
     for start in range(0, total, panel):
         for head, line in lines:
             console.print(Text(head) + line[start : start + panel], no_wrap=True, crop=True)

@@ -168,7 +168,8 @@ class Group:
         times out closes all its pairs.
         """
         handle, self._handle = self._handle, None
-        if handle is None or len(self.members) < 2 or not isinstance(handle, torch_distributed.ProcessGroupGloo):
+        on_gloo = isinstance(handle, torch_distributed.ProcessGroupGloo)
+        if not on_gloo or len(self.members) < 2:
             return
         with contextlib.suppress(RuntimeError):
             handle.recv([torch.empty(1, dtype=torch.uint8)], (self.rank + 1) % len(self.members), _UNUSED_TAG).wait(

@@ -50,7 +50,7 @@ class BambooConfig(BaseModel):
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of everything random inside a step (dropout) and of the order of ``training_data``."""
 
-    timeout_seconds: float = Field(default=60.0, gt=0, le=WEEK_SECONDS, allow_inf_nan=False)
+    timeout_seconds: float = Field(default=300.0, gt=0, le=WEEK_SECONDS, allow_inf_nan=False)
     """Longest time any wait for another worker may last. It must exceed the longest step of one stage."""
 
 

@@ -33,6 +33,11 @@ class BambooTrainSchedule(TrainSchedule):
         ScheduleError: When a number is out of range, the mode is unknown, or the costs are of another shape.
     """
 
+    micro_batches: int
+    stages: int
+    stage_id: int
+    owned: tuple[int, ...]
+
     def __init__(
         self,
         micro_batches: int,
