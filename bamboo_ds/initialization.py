@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -80,6 +81,9 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler, collate_fn=collate_fn, dist_init_required=dist_init_required,
     )  # fmt: skip
+    engine._configure_python_gc()
+    # A full collection over all that torch and DeepSpeed have loaded takes up to a second, in the middle of some step.
+    gc.freeze()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

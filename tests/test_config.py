@@ -67,7 +67,7 @@ class TestTheBambooBlock:
             "redundancy": "fit",
             "activation_swap": "cpu",
             "seed": 1234,
-            "timeout_seconds": 60.0,
+            "timeout_seconds": 300.0,
         }
 
     def test_every_field_is_described(self) -> None:

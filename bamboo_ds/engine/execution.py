@@ -114,6 +114,7 @@ class Execution(PipelineEngine):
                     torch.autograd.backward(outputs, list(slot.output_gradients))
             self._local.collect(self._reducer.own_parameters)
         slot.outputs, slot.loss, slot.output_gradients = None, None, ()
+        self.loss = _detached(self.loss)  # else the last graph would live until the next step
 
     def _backward_loss(self, slot: Slot) -> None:
         if not isinstance(slot.loss, torch.Tensor) or slot.loss.numel() != 1:

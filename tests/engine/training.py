@@ -17,6 +17,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from bamboo_ds.cli.bench.workers import WorkerResult, values
 from bamboo_ds.plan.seeds import layer_seed
 
 BASE_SEED, SEED = 1234, 7
@@ -314,8 +315,19 @@ def relative(ours: Any, expected: Any) -> float:
     return float((ours - expected).norm() / expected.norm().clamp_min(1e-12)) if expected.numel() else 0.0
 
 
+def largest(ours: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of two equally long lists; NaN differs from everything."""
+    differences = [relative(*pair) for pair in zip(ours, expected, strict=True)]
+    return max(math.inf if math.isnan(by) else by for by in differences)
+
+
 def assert_equals_one_process(
-    outcomes: Sequence[Outcome], expected: Outcome, *, exact: bool, loss_bound: float = 1e-6, weight_bound: float = 1e-5
+    outcomes: Sequence[Outcome],
+    expected: Outcome,
+    *,
+    exact: bool,
+    loss_bound: float = 1e-6,
+    weight_bound: float = 1e-5,
 ) -> None:
     """Hold every worker's losses and norms, and the weights of all layers, against one process.
 
@@ -327,19 +339,32 @@ def assert_equals_one_process(
     """
     if exact:
         loss_bound = weight_bound = 0.0
+    losses = single(expected.losses)
     for outcome in outcomes:
-        assert [relative(*pair) <= loss_bound for pair in zip(outcome.losses, single(expected.losses), strict=True)] == [
-            True
-        ] * len(expected.losses), (outcome.losses, expected.losses)
-        for ours, theirs in zip(outcome.norms, expected.norms, strict=True):
-            assert relative(ours, theirs) <= max(10 * weight_bound, 1e-9), (outcome.norms, expected.norms)
-        wrong = {
-            name: relative(value, expected.weights[name])
-            for name, value in outcome.weights.items()
-            if not relative(value, expected.weights[name]) <= weight_bound
-        }
-        assert not wrong
+        assert largest(outcome.losses, losses) <= loss_bound, (outcome.losses, losses)
+        assert largest(outcome.norms, expected.norms) <= 10 * weight_bound, (outcome.norms, expected.norms)
+        wrong = {name: relative(value, expected.weights[name]) for name, value in outcome.weights.items()}
+        assert {name: by for name, by in wrong.items() if not by <= weight_bound} == {}
     assert {name for outcome in outcomes for name in outcome.weights} == set(expected.weights)
+
+
+def check(
+    workers: Callable[..., list[WorkerResult]],
+    job: Training,
+    shape: tuple[int, int],
+    *,
+    redundancy: str = "eflb",
+    tied: Sequence[Sequence[int]] = (),
+    exact: bool | None = None,
+    **bounds: float,
+) -> list[Outcome]:
+    """Train a job in (stages, pipelines) and hold it against one process, and all copies of a layer against each other."""
+    stages, pipelines = shape
+    outcomes = values(workers(train, stages * pipelines, args=(job, stages, redundancy), timeout_seconds=60))
+    exact = pipelines == 1 and not tied if exact is None else exact
+    assert_equals_one_process(outcomes, train_one_process(job), exact=exact, **bounds)
+    assert_copies_equal(outcomes, tied=tied)
+    return outcomes
 
 
 def assert_copies_equal(outcomes: Sequence[Outcome], *, tied: Sequence[Sequence[int]] = ()) -> None:
