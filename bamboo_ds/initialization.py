@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import ExitStack
 from typing import Any
 
 import deepspeed
@@ -14,7 +15,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from bamboo_ds.comm import Network
-from bamboo_ds.comm.failure import FailureBoard
 from bamboo_ds.config import (
     BambooConfig,
     bamboo_block,
@@ -28,7 +28,7 @@ from bamboo_ds.engine.gradients import reductions_of
 from bamboo_ds.errors import ConfigError, InfeasiblePlanError, UnsupportedFeatureError
 from bamboo_ds.module import BambooPipelineModule, adopt
 from bamboo_ds.plan import StaticPlanSource
-from bamboo_ds.world import World, init_distributed, world_of_one
+from bamboo_ds.world import FailureBoard, Guard, World, init_distributed, world_of_one
 
 _stock_initialize = deepspeed.initialize
 _instances = itertools.count()
@@ -129,23 +129,64 @@ def _engine(
         raise InfeasiblePlanError(f"num_stages = {plan.num_stages} is below bamboo.min_stages = {block.min_stages}")
     sizes = resolve_batch_sizes(config, plan.num_pipelines)
     source, instance = StaticPlanSource(plan, worker=world.rank), next(_instances)
-    redundancy = block.redundancy != "off"
-    if redundancy:
-        model.hold_redundant_layers()
-    network = Network(
-        plan, worker=world.rank, backing=world.store, instance=instance, reductions=reductions_of(model),
-        redundancy=redundancy,
-        timeout_seconds=block.timeout_seconds, check=lambda: source.check(plan),
-    )  # fmt: skip
-    parameters = with_redundant(model, model_parameters=model_parameters, optimizer=optimizer, world=network.world)
-    solo = _solo_config(config, sizes, reporter=world.rank == 0)
-    with world_of_one(quiet=world.rank != 0):
-        parsed = DeepSpeedConfig(solo, model.solo_grid())
-    return BambooPipelineEngine(
-        model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=FailureBoard(world.store,
-        worker=world.rank, instance=instance),
-        optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
-    )  # fmt: skip
+    failures = FailureBoard(world.store, worker=world.rank, workers=plan.workers, scope=f"engine-{instance}")
+    opened = ExitStack()
+    with Guard(failures, lambda _: opened.close()):
+        if block.redundancy != "off":
+            model.hold_redundant_layers()
+        network = _network(model, block, world, source, failures, instance=instance)
+        opened.callback(network.close)
+        groups = _group_count(optimizer)
+        parameters = with_redundant(model, model_parameters=model_parameters, optimizer=optimizer, world=network.world)
+        _refuse_outgrown_schedule(rest["lr_scheduler"], before=groups, now=_group_count(optimizer))
+        solo = _solo_config(config, sizes, reporter=world.rank == 0)
+        with world_of_one(quiet=world.rank != 0):
+            parsed = DeepSpeedConfig(solo, model.solo_grid())
+        return BambooPipelineEngine(
+            model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=failures,
+            optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
+        )  # fmt: skip
+
+
+def _group_count(optimizer: Any) -> int:
+    return len(optimizer.param_groups) if isinstance(optimizer, torch.optim.Optimizer) else 0
+
+
+def _refuse_outgrown_schedule(lr_scheduler: Any, *, before: int, now: int) -> None:
+    """Refuse a schedule that would leave a group of redundant parameters at its first learning rate."""
+    if lr_scheduler is not None and not callable(lr_scheduler) and now > before:
+        raise ConfigError(
+            f"lr_scheduler was made for an optimizer with {before} parameter groups, but the layers this worker holds "
+            f"for the next stage are in {now}: give the optimizer the same groups on every worker (empty ones are "
+            "fine), or give lr_scheduler as a callable"
+        )
+
+
+def _network(
+    model: BambooPipelineModule,
+    block: BambooConfig,
+    world: World,
+    source: StaticPlanSource,
+    failures: FailureBoard,
+    *,
+    instance: int,
+) -> Network:
+    plan = source.current()
+
+    def check() -> None:
+        source.check(plan)
+        failures.check()
+
+    return Network(
+        plan,
+        worker=world.rank,
+        backing=world.store,
+        instance=instance,
+        reductions=reductions_of(model),
+        redundancy=block.redundancy != "off",
+        timeout_seconds=block.timeout_seconds,
+        check=check,
+    )
 
 
 def _solo_config(config: dict[str, Any], sizes: Any, *, reporter: bool) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stages", type=positive, default=4, help="stages per pipeline; workers / stages pipelines run side by side")
     add("--size", help="tiny, small, gpt2, gpt2-medium, gpt2-large or gpt2-xl; default: the JSON's gpt block")
     add("--text", type=Path, nargs="+", default=[], help="files or folders; default: Python's standard library")
-    add("--steps", type=positive, default=200, help="train until this many steps are done")
+    add("--steps", type=positive, default=150, help="train until this many steps are done")
     add("--seed", type=int, default=1234, help="of the initial weights, of the order of samples, of the sample text")
     add("--eval-interval", type=positive, default=50, help="steps between two validations")
     add("--eval-batches", type=positive, default=2, help="global batches per validation")

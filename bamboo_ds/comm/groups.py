@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -24,6 +25,8 @@ from bamboo_ds.errors import PeerLostError
 
 _UNUSED_TAG = 987_654
 _LENGTH = struct.Struct("<I")
+_LARGEST_ROOM = 1 << 16
+_LIBRARY_FILE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h|cu):\d+\]\s*")
 
 
 @functools.cache
@@ -85,8 +88,13 @@ def _peer_errors(name: str, members: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what gloo and NCCL raise for every kind of broken peer
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PeerLostError(f"group {name} of workers {tuple(members)} broke: {reason}") from error
+        raise PeerLostError(f"group {name} of workers {tuple(members)} broke: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first sentence of an error of gloo or NCCL, without the file of the library that it came from."""
+    text = _LIBRARY_FILE.sub("", str(error).strip())
+    return text.splitlines()[0].split(". ")[0] if text else type(error).__name__
 
 
 class Group:
@@ -138,18 +146,18 @@ class Group:
         """Return the message of every member, in the order of `members`.
 
         One collective when all messages fit into the room of the largest seen so far; else a second one with enough
-        room.
+        room. Room beyond `_LARGEST_ROOM` is for one message only: each vote after it would carry it along.
         """
-        gathered = self._gather_room(message)
+        gathered = self._gather_room(message, self._room)
         longest = max(_LENGTH.unpack_from(row)[0] for row in gathered)
         if longest + _LENGTH.size > self._room:
-            self._room = 2 * (longest + _LENGTH.size)
-            gathered = self._gather_room(message)
+            gathered = self._gather_room(message, longest + _LENGTH.size)
+            self._room = min(2 * (longest + _LENGTH.size), _LARGEST_ROOM)
         return [row[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(row)[0]] for row in gathered]
 
-    def _gather_room(self, message: bytes) -> list[bytes]:
-        room = bytearray(self._room)
-        framed = (_LENGTH.pack(len(message)) + message)[: self._room]
+    def _gather_room(self, message: bytes, size: int) -> list[bytes]:
+        room = bytearray(size)
+        framed = (_LENGTH.pack(len(message)) + message)[:size]
         room[: len(framed)] = framed
         mine = torch.frombuffer(room, dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in self.members]

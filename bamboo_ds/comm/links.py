@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bamboo_ds.comm.groups import Group
+from bamboo_ds.comm.groups import Group, reason_of
 from bamboo_ds.comm.wire import HEADER_BYTES, Address, Header, TensorMeta, decode, encode, overflow_bytes
 from bamboo_ds.errors import BambooError, PeerLostError, ScheduleError
 
@@ -44,18 +44,27 @@ class Message:
 def make_message(
     address: Address, tensors: Sequence[torch.Tensor], *, is_tuple: bool, requires_grad: Sequence[bool], digest: int = 0
 ) -> Message:
-    """Build a message of tensors on any device."""
+    """Build a message of tensors on any device, laid out as the receiver will see them.
+
+    A shadow computes from its own copy of a message what the receiver computes from the received one. On another
+    memory layout the same kernel may round otherwise, so views are resolved here, for both.
+    """
     metas = tuple(
         TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape), requires_grad=needs)
         for tensor, needs in zip(tensors, requires_grad, strict=True)
     )
     header = Header(address=address, is_tuple=is_tuple, digest=digest, tensors=metas)
-    return Message(header=header, tensors=tuple(tensor.detach() for tensor in tensors))
+    return Message(header=header, tensors=tuple(_resolved(tensor) for tensor in tensors))
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of the same values; the same one where it is contiguous already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as bytes in host memory."""
-    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
+    return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
 class OutboundLink:
@@ -184,8 +193,7 @@ class InboundLink:
 
 
 def _lost(peer: str, error: Exception) -> PeerLostError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return PeerLostError(f"the link to {peer} broke: {reason}")
+    return PeerLostError(f"the link to {peer} broke: {reason_of(error)}")
 
 
 def _describe(address: Address) -> str:

@@ -25,7 +25,8 @@ _ROOM = HEADER_BYTES - _FIXED.size
 
 _DTYPES = (
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex32,
 )  # fmt: skip
 _DTYPE_IDS = {dtype: index for index, dtype in enumerate(_DTYPES)}
 

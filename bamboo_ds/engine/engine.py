@@ -17,14 +17,12 @@ from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STE
 from torch.utils.data import IterableDataset
 
 from bamboo_ds.comm import Network
-from bamboo_ds.comm.failure import FailureBoard
 from bamboo_ds.config import BambooConfig, BatchSizes, gradient_clipping
 from bamboo_ds.engine.checkpointing import Checkpointing
 from bamboo_ds.engine.clock import OperationClock, follow
 from bamboo_ds.engine.commit import Committer, ExchangeCommitter
 from bamboo_ds.engine.data import StepBatches, iterable_share, share_loader
 from bamboo_ds.engine.execution import EXECUTION_MAP
-from bamboo_ds.engine.exit import close_at_exit, consequence
 from bamboo_ds.engine.gradients import GradientReducer, Replicas
 from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, loss_scaler, target_of
 from bamboo_ds.engine.state import Statistics, StepState
@@ -33,10 +31,9 @@ from bamboo_ds.errors import ConfigError, EngineStoppedError, PeerLostError
 from bamboo_ds.module import BambooPipelineModule, untouched_randomness
 from bamboo_ds.plan import Decision, PlanSource, Vote
 from bamboo_ds.schedule import BambooInferenceSchedule, BambooTrainSchedule, StageCosts, instructions
-from bamboo_ds.world import world_of_one
+from bamboo_ds.world import FailureBoard, Guard, close_at_exit, world_of_one
 
 _LOGGED_TIMERS = [BATCH_INPUT_TIMER, FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER]
-_CAUSE_SECONDS = 2.0  # how long a worker with a broken link waits to learn why
 
 
 class BambooPipelineEngine(Checkpointing):
@@ -331,21 +328,11 @@ class BambooPipelineEngine(Checkpointing):
 
     # ---- failing and ending ------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self) -> Guard:
         """Let every worker hear why one fails, and none wait for it."""
         if self._stopped:
             raise EngineStoppedError(f"this engine stopped earlier: {self._stopped}; start the job again")
-        try:
-            yield
-        except PeerLostError as error:
-            cause = self._failures.cause(wait_seconds=_CAUSE_SECONDS)
-            self._stop(error)
-            raise consequence(error, cause) from None
-        except BaseException as error:
-            self._failures.report(error)
-            self._stop(error)
-            raise
+        return Guard(self._failures, self._stop)
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = f"{type(error).__name__}: {error}"

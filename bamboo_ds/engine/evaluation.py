@@ -81,8 +81,10 @@ class Evaluation(Execution):
         gathered = [
             json.loads(row) for row in self.network.world.gather_bytes(json.dumps(_told(means, len(results))).encode())
         ]
+        overall = _overall(gathered)
+        if compute_loss:
+            self._report_evaluation(overall[0])
         if self.is_last_stage():
-            overall = _overall(gathered)
             return _formed(
                 [
                     torch.tensor(part, dtype=mean.dtype, device=self.device)
@@ -92,7 +94,13 @@ class Evaluation(Execution):
             )
         if not (compute_loss and bcast_loss):
             return None
-        return torch.tensor(_overall(gathered)[0], dtype=torch.float32, device=self.device)
+        return torch.tensor(overall[0], dtype=torch.float32, device=self.device)
+
+    def _report_evaluation(self, loss: Any) -> None:
+        """Write the loss to the monitor, as DeepSpeed does."""
+        if self.global_rank == 0 and self.monitor.enabled:
+            mean = torch.tensor(loss).mean().item()
+            self.monitor.write_events([("Train/Samples/eval_loss", mean, self.global_samples)])
 
 
 def _means(results: list[Any]) -> list[torch.Tensor]:

@@ -235,13 +235,20 @@ def _checked(outputs: Any, stage: int) -> Value:
     if isinstance(outputs, list):
         outputs = tuple(outputs)
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
-    strangers = [type(part).__name__ for part in parts if not isinstance(part, torch.Tensor)]
+    strangers = [name for name in map(_stranger, parts) if name]
     if strangers:
         raise ConfigError(
             f"the last layer of stage {stage} returned {', '.join(strangers)}; "
             "between stages only a tensor or a tuple of tensors can pass"
         )
     return outputs
+
+
+def _stranger(part: Any) -> str:
+    """Name what cannot pass between stages; empty for what can."""
+    if not isinstance(part, torch.Tensor):
+        return type(part).__name__
+    return "" if part.layout == torch.strided else f"a tensor of layout {part.layout}"
 
 
 def _detached(loss: Any) -> Any:

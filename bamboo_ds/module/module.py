@@ -120,11 +120,8 @@ class BambooPipelineModule(PipelineModule):
     # ---- building ----------------------------------------------------------------------------------------------
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        count, stages = len(self._layer_specs), self.plan.num_stages
-        if count < stages:
-            raise ConfigError(
-                f"{count} layers cannot fill {stages} stages: give at least one layer per stage or fewer stages"
-            )
+        stages = self.plan.num_stages
+        _refuse_empty_stages(len(self._layer_specs), stages)
         with untouched_randomness():
             self.parts = [int(bound) for bound in self._bounds(method.lower(), stages)]
         self._set_bounds(self.parts[self.own_stage], self.parts[self.own_stage + 1])
@@ -310,6 +307,13 @@ def pipelines_of(topology: ProcessTopology | None) -> int | None:
     return None if topology is None else max(int(topology.get_dim("data")), 1)
 
 
+def _refuse_empty_stages(count: int, stages: int) -> None:
+    if count < stages:
+        raise ConfigError(
+            f"{count} layers cannot fill {stages} stages: give at least one layer per stage or fewer stages"
+        )
+
+
 def adopt(model: PipelineModule, world: World) -> BambooPipelineModule:
     """Turn a module that stock DeepSpeed has built into ours, keeping its class name and its parameters.
 
@@ -318,7 +322,7 @@ def adopt(model: PipelineModule, world: World) -> BambooPipelineModule:
     if isinstance(model, BambooPipelineModule):
         return model
     topology = model.topology()
-    stages_of(None, topology)
+    _refuse_empty_stages(len(model._layer_specs), stages_of(None, topology))
     refuse_hidden_ties(model._layer_specs)
     kind = type(model)
     model.__class__ = type(kind.__name__, (BambooPipelineModule, kind), {"__doc__": kind.__doc__})

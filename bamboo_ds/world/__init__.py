@@ -1,6 +1,17 @@
-"""Who is there: this process among the others, and the world of one that DeepSpeed sees."""
+"""Who is there: this process among the others, how it joins and leaves, and the world of one that DeepSpeed sees."""
 
 from bamboo_ds.world.bootstrap import World, init_distributed, local_device
+from bamboo_ds.world.exit import close_at_exit, end_in_order
+from bamboo_ds.world.failure import FailureBoard, Guard
 from bamboo_ds.world.solo import world_of_one
 
-__all__ = ["World", "init_distributed", "local_device", "world_of_one"]
+__all__ = [
+    "FailureBoard",
+    "Guard",
+    "World",
+    "close_at_exit",
+    "end_in_order",
+    "init_distributed",
+    "local_device",
+    "world_of_one",
+]

@@ -1,8 +1,7 @@
 """Finds this process's place among the others, and the store through which they meet.
 
 The launchers differ (`deepspeed`, `torchrun`, `srun`) but all describe the job in environment variables. A missing
-one is named here, at once:
-DeepSpeed would fall into MPI discovery and ask for mpi4py.
+one is named here, at once: DeepSpeed would fall into MPI discovery and ask for mpi4py.
 
 The default process group of `torch.distributed` belongs to the user's code: its rank and size are the true ones.
 Nothing of a training step runs on it.
@@ -10,11 +9,14 @@ Nothing of a training step runs on it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import subprocess
+import re
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as torch_distributed
 from deepspeed.accelerator import get_accelerator
@@ -22,10 +24,12 @@ from torch.distributed import distributed_c10d
 
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.importing import forbid_shared_memory_op
+from bamboo_ds.world.exit import end_in_order, job_board, world_store
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-_SLURM_PORT = 29500
+_SLURM_PORT, _SLURM_PORTS = 29500, 1000
+_SLURM_HOST = re.compile(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,34 @@ def init_distributed(timeout_seconds: float = 300.0) -> World:
         ConfigError: the launcher's environment variables are missing or wrong.
     """
     forbid_shared_memory_op()
+    end_in_order()
     if not torch_distributed.is_initialized():
-        _complete_environment()
+        complete_environment()
         distributed_c10d.default_pg_timeout = timedelta(seconds=timeout_seconds)
         torch_distributed.init_process_group(backend=_backend(), timeout=timedelta(seconds=timeout_seconds))
-    import deepspeed
+    if not deepspeed_comm.is_initialized():
+        deepspeed_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+    job_board()
+    return World(rank=torch_distributed.get_rank(), size=torch_distributed.get_world_size(), store=world_store())
 
-    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
-    store = torch_distributed.PrefixStore("bamboo", distributed_c10d._get_default_store())
-    return World(rank=torch_distributed.get_rank(), size=torch_distributed.get_world_size(), store=store)
+
+def name_missing_variables() -> None:
+    """Let `deepspeed.init_distributed` in a script find srun's variables, and name missing ones.
+
+    Stock DeepSpeed falls into MPI discovery then, and asks for mpi4py.
+    """
+    stock = deepspeed_comm.mpi_discovery
+    if getattr(stock, "names_missing_variables", False):
+        return
+
+    def discover(*args: Any, **kwargs: Any) -> None:
+        if importlib.util.find_spec("mpi4py") is None or "SLURM_STEP_ID" in os.environ:
+            complete_environment()
+        else:
+            stock(*args, **kwargs)
+
+    discover.names_missing_variables = True  # type: ignore[attr-defined]
+    deepspeed_comm.mpi_discovery = discover
 
 
 def _backend() -> str:
@@ -77,14 +100,18 @@ def _backend() -> str:
     )
 
 
-def _complete_environment() -> None:
-    """Fill in what `srun` names differently; then name what is missing."""
+def complete_environment() -> None:
+    """Fill in what `srun` names differently; then name what is missing.
+
+    Raises:
+        ConfigError: a variable is missing, or is no number.
+    """
     for name, slurm_name in _SLURM.items():
         if name not in os.environ and slurm_name in os.environ and "SLURM_STEP_ID" in os.environ:
             os.environ[name] = os.environ[slurm_name]
     if "SLURM_STEP_NODELIST" in os.environ and "RANK" in os.environ:
         os.environ.setdefault("MASTER_ADDR", _first_host(os.environ["SLURM_STEP_NODELIST"]))
-        os.environ.setdefault("MASTER_PORT", str(_SLURM_PORT))
+        os.environ.setdefault("MASTER_PORT", str(_slurm_port()))
     missing = [name for name in _REQUIRED if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -104,14 +131,16 @@ def _check_numbers() -> None:
         raise ConfigError(f"RANK = {rank} but WORLD_SIZE = {size}: ranks go from 0 to WORLD_SIZE - 1")
 
 
+def _slurm_port() -> int:
+    """Return a port that all processes of a job agree on, and that jobs on one node rarely share."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return _SLURM_PORT + (int(job) % _SLURM_PORTS if job.isdigit() else 0)
+
+
 def _first_host(node_list: str) -> str:
-    """Return the first host of a Slurm node list such as `gpu[03-05,9]`."""
-    if "[" not in node_list:
-        return node_list.split(",")[0]
-    shown = subprocess.run(
-        ["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, timeout=10, check=True
-    )
-    return shown.stdout.split()[0]
+    """Return the first host of a Slurm node list: `gpu03` of `gpu[03-05,9],other`."""
+    before, number, after = _SLURM_HOST.match(node_list).groups("")  # type: ignore[union-attr]  # matches anything
+    return f"{before}{number}{after}"
 
 
 def local_device() -> torch.device:

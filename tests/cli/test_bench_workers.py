@@ -99,6 +99,19 @@ def test_a_hung_worker_is_killed_with_its_children_and_shows_where_it_was(worker
     assert wait_until_gone(int(grandchild))
 
 
+def test_after_a_failure_the_others_get_their_grace_only(workers: Run) -> None:
+    def target(rank: int) -> str:
+        if rank == 0:
+            raise RuntimeError("first")
+        time.sleep(0.3 if rank == 1 else 60)
+        return "done"
+
+    started = time.monotonic()
+    results = workers(target, 3, timeout_seconds=60, grace_seconds=1)
+    assert time.monotonic() - started < 5
+    assert [(result.value, result.hung) for result in results] == [(None, False), ("done", False), (None, True)]
+
+
 def test_a_killed_worker_is_told_from_a_failing_one(workers: Run) -> None:
     results = workers(lambda rank: os.kill(os.getpid(), signal.SIGKILL), 1, timeout_seconds=10)
     assert results[0].exit_code == -signal.SIGKILL

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,15 +163,19 @@ def _fork(
 def _settle(writer: int, variables: dict[str, str]) -> None:
     """Make this fork look like a fresh interpreter under a launcher."""
     os.setsid()
-    atexit._clear()
+    atexit._clear()  # handlers and finalizers of the parent are not ours to run
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent
     os.dup2(writer, 1)
     os.dup2(writer, 2)
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None

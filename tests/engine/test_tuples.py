@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from bamboo_ds.cli.bench.workers import WorkerResult
-from tests.engine.training import Training, check
+from tests.engine.training import Training, check, train
 from tests.engine.zoo import WIDTH, blocks, vectors
 
 Run = Callable[..., list[WorkerResult]]
@@ -94,7 +94,7 @@ def test_tuples_of_every_dtype_pass_with_their_gradients(workers: Run, shape: tu
 def masked(value: Any, dtype: torch.dtype) -> Tensors:
     """Give a block's value a mask as companion, and apply it."""
     value, mask = value if isinstance(value, tuple) else (value, (value > -0.5).to(dtype))
-    return value * mask, mask
+    return value * mask.to(value.dtype), mask
 
 
 class Masked(nn.Module):
@@ -206,9 +206,9 @@ def test_what_cannot_pass_between_stages_is_named(workers: Run, made: Callable[.
         return [*blocks(1), made, *blocks(2)]
 
     job = Training(layers, vectors, steps=1)
-    from tests.engine.training import train
 
-    results = workers(train, 2, args=(job, 2, "fit"), timeout_seconds=30)
+
+    results = workers(train, 2, args=(job, 2, "fit"), timeout_seconds=30, exit_naturally=True)
     assert "ConfigError" in str(results[0].error)
     assert named in str(results[0].error)
     assert "ConfigError" in str(results[1].error)

@@ -15,8 +15,8 @@ Precision = Literal["fp32", "bf16"]
 
 WEIGHT_DECAY = 0.01
 ADAM_EPSILON = 1e-6
-"""Above the rounding noise of gradients. The keys' bias of attention has a gradient of exactly zero but for noise of 1e-9
-(softmax does not see it), and with torch's 1e-8 Adam would blow that up to whole steps: two right runs would differ."""
+"""Above the rounding noise of gradients. The keys' bias of attention has a gradient of zero but for noise of 1e-9, as
+softmax does not see it; with torch's default of 1e-8 Adam would blow that noise up, and two right runs would differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bamboo_ds.cli.bench.bamboo import build_bamboo_engine
 from bamboo_ds.cli.bench.job import gpt_job
-from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, table
+from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, reported_failure, table
 from bamboo_ds.cli.bench.workers import run_workers, values, warm_up
 
 STAGES, PIPELINES = 2, 2
@@ -42,7 +42,8 @@ class Held:
 def leak(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None:
     """Train 200 steps and see what grows."""
     warm_up()
-    report, workers = measure(QUICK_STEPS if quick else STEPS)
+    with reported_failure():
+        report, workers = measure(QUICK_STEPS if quick else STEPS)
     columns = ["worker", "rss MB", "rss bytes/step", "threads", "descriptors"]
     rows = [
         [rank, f"{held.readings[-1].rss_bytes / 1e6:.1f}", f"{slope_of(held):.0f}", *_ends(held)]

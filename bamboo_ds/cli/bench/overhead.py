@@ -12,7 +12,7 @@ from typing import Any
 
 from bamboo_ds.cli.bench.bamboo import build_bamboo_engine
 from bamboo_ds.cli.bench.job import Job, gpt_job, paced_job
-from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, progress, rounded, table
+from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, progress, reported_failure, rounded, table
 from bamboo_ds.cli.bench.turns import Contestant, Pace, Stepper, Timed, ratio, take_turns
 from bamboo_ds.cli.bench.workers import warm_up
 
@@ -49,7 +49,8 @@ def overhead(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None:
     """Time a step without redundancy, with each mode of it, and on stock DeepSpeed."""
     warm_up()
     started = time.monotonic()
-    measured = {setting: measure(setting, quick=quick) for setting in progress(QUICK if quick else FULL, "overhead")}
+    with reported_failure():
+        measured = {each: measure(each, quick=quick) for each in progress(QUICK if quick else FULL, "overhead")}
     report = summarize(measured)
     report["seconds"] = round(time.monotonic() - started, 1)
     tables = [
@@ -73,12 +74,12 @@ def measure(setting: Setting, *, quick: bool) -> dict[str, Any]:
 
 
 def job_of(setting: Setting) -> Job:
-    """Return what is trained: one layer per stage, or four transformer blocks per stage."""
+    """Return what is trained: one layer per stage, or two transformer blocks per stage."""
     micro_batches = setting.micro_batches
     if setting.paced:
         seconds = {"forward_seconds": FORWARD_SECONDS, "backward_seconds": BACKWARD_SECONDS}
         return paced_job(layers=setting.stages, micro_batches=micro_batches, steps=0, **seconds)
-    blocks = 4 * setting.stages
+    blocks = 2 * setting.stages
     return gpt_job(dropout=0.1, tied=False, blocks=blocks, hidden=128, rows=16, micro_batches=micro_batches, steps=0)
 
 
@@ -165,8 +166,9 @@ def _bamboo_builder(job: Job, stages: int, mode: str) -> Any:
 
 
 def _pace(setting: Setting, *, quick: bool) -> Pace:
-    rounds = 4 if quick else 10
-    return Pace(rounds=rounds, steps=3, warm_up_steps=6, timeout_seconds=120.0 if quick else 400.0)
+    if quick:
+        return Pace(rounds=3 if setting.paced else 2, steps=3, warm_up_steps=3, timeout_seconds=60.0)
+    return Pace(rounds=10, steps=3, warm_up_steps=8, timeout_seconds=400.0)
 
 
 def _ratios(timed: dict[str, Timed]) -> dict[str, float]:
@@ -194,7 +196,7 @@ def _facts(timed: dict[str, Timed], setting: Setting) -> dict[str, Any]:
 
 def _table(measured: dict[Setting, dict[str, Any]], *, paced: bool, title: str) -> Any:
     ratios = ["off/stock", "lflb/off", "fit/off", "eflb/off", "bound"]
-    columns = ["stages", "micro-batches", "stock s", "off s", *ratios, "FRC in fit"]
+    columns = ["P", "M", "stock s", "off s", *ratios, "FRC in fit"]
     keys = ("stock_seconds", "off_seconds", "off_vs_stock", "lflb_vs_off", "fit_vs_off", "eflb_vs_off", "eflb_bound")
     rows = [
         [
@@ -206,5 +208,7 @@ def _table(measured: dict[Setting, dict[str, Any]], *, paced: bool, title: str) 
         for setting, figures in measured.items()
         if setting.paced == paced
     ]
-    caption = "medians of step times, in turns; FRC in fit: ready micro-batches by stage"
+    caption = (
+        "P stages, M micro-batches; medians of step times, in turns; FRC in fit: share of M that is ready, by stage"
+    )
     return table(title, columns, rows, caption=caption)

@@ -185,7 +185,8 @@ def summarize(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def _run(target: Any, case: Case, *args: Any) -> list[Any]:
     arguments = (job_of(case), case.stages, *args)
-    return values(run_workers(target, case.stages * case.pipelines, args=arguments, timeout_seconds=CASE_SECONDS))
+    workers = case.stages * case.pipelines
+    return values(run_workers(target, workers, args=arguments, timeout_seconds=CASE_SECONDS, grace_seconds=10.0))
 
 
 def _judge(verdict: Verdict, outcomes: Sequence[BambooOutcome], reference: Outcome) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
@@ -11,7 +13,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bamboo_ds.cli.bench.workers import WorkerError
+
 Item = TypeVar("Item")
+
+_PIPED_COLUMNS = 120  # of a table that goes to a file
 
 JSON_OPTION = typer.Option(False, "--json", help="Print the JSON object only, without the table.")
 QUICK_OPTION = typer.Option(False, "--quick", help="Run a part of it, in under a minute.")
@@ -42,11 +48,25 @@ def finish(report: dict[str, Any], tables: Sequence[Table], *, as_json: bool) ->
     Raises:
         typer.Exit: Always; code 0 when ok, else 1.
     """
-    if not as_json:
-        for each in tables:
-            Console().print(each)
+    console = Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS)
+    for each in () if as_json else tables:
+        console.print(each)
     typer.echo(json.dumps(report))
     raise typer.Exit(0 if report["ok"] else 1)
+
+
+@contextmanager
+def reported_failure() -> Iterator[None]:
+    """Report a failed worker as every outcome is reported: the traceback on stderr, a last line that is not ok.
+
+    Raises:
+        typer.Exit: A worker failed; code 1.
+    """
+    try:
+        yield
+    except WorkerError as problem:
+        typer.echo(str(problem), err=True)
+        finish({"ok": False, "error": str(problem).partition("\n--- log")[0]}, [], as_json=True)
 
 
 def rounded(value: float) -> float:

@@ -17,6 +17,9 @@ from typing import Any, Protocol
 
 from bamboo_ds.cli.bench.workers import free_port, run_workers, values
 
+_GRACE_SECONDS = 5.0
+"""The peers of a failed worker end by themselves; other contestants would wait for a turn that never comes."""
+
 
 class Stepper(Protocol):
     """A built engine, reduced to what is timed."""
@@ -69,7 +72,8 @@ def take_turns(contestants: Sequence[Contestant], world_size: int, pace: Pace) -
     ports = [free_port() for _ in range(len(contestants) + 1)]
     arguments = (contestants, world_size, pace, ports)
     total = len(contestants) * world_size
-    results = values(run_workers(_worker, total, args=arguments, timeout_seconds=pace.timeout_seconds))
+    seconds = {"timeout_seconds": pace.timeout_seconds, "grace_seconds": _GRACE_SECONDS}
+    results = values(run_workers(_worker, total, args=arguments, **seconds))
     return {
         contestant.name: _timed(results[index * world_size : (index + 1) * world_size])
         for index, contestant in enumerate(contestants)
@@ -127,7 +131,7 @@ class _Umpire:
     def __init__(self, port: int, members: int, timeout_seconds: float, *, host: bool) -> None:
         import torch.distributed as dist
 
-        self._members = members
+        self._members, self._host = members, host
         self._store = dist.TCPStore(
             "127.0.0.1", port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
         )
@@ -142,10 +146,11 @@ class _Umpire:
         return value
 
     def leave(self, everyone: int) -> None:
-        """Wait for all workers, because the store goes away with its host."""
+        """Say that this worker needs the store no more; its host waits for all, as the store goes away with it."""
         if self._store.add("left", 1) == everyone:
             self._store.set("all left", "yes")
-        self._store.wait(["all left"])
+        if self._host:
+            self._store.wait(["all left"])
 
 
 def _timed(workers: Sequence[_Finished]) -> Timed:

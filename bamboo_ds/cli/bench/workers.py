@@ -28,10 +28,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+import bamboo_ds
 from bamboo_ds.cli.bench.worker_process import STACK_DUMP_SIGNAL, be_worker
 
 _STACK_DUMP_SECONDS = 0.3
 _LOG_TAIL_BYTES = 20_000
+_OTHER_LOG_CHARACTERS = 2_000
 _PORTS = range(20_000, 32_000)  # below the ephemeral range, out of which gloo takes its own ports
 _HEAVY_MODULES = ("torch", "torch.distributed.nn", "torch._dynamo", "deepspeed", "deepspeed.runtime.pipe.engine")
 
@@ -61,17 +63,16 @@ class WorkerResult:
 def warm_up() -> None:
     """Import all that is heavy once, so that forked workers need not; idempotent.
 
-    Also holds what every worker wants: one thread, the CPU accelerator, a quiet DeepSpeed logger, no compiled
-    shared-memory op (it builds for a minute at first use and leaves lock files), and a frozen garbage collector (a
-    full collection would touch, and so copy, every page of the imported modules).
+    Also holds what every worker wants: one thread, the CPU accelerator, a quiet DeepSpeed logger, and a frozen garbage
+    collector (a full collection would touch, and so copy, every page of the imported modules). DeepSpeed's shared-memory
+    op is forbidden by the import of `bamboo_ds`, for stock runs too: it would compile for a minute.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     modules = {name: importlib.import_module(name) for name in _HEAVY_MODULES}
+    for name in bamboo_ds.__all__:
+        getattr(bamboo_ds, name)  # they are imported when first asked for
     modules["torch"].set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Not `import deepspeed.comm.torch as backend`: that attribute of `deepspeed.comm` is the real torch.
-    backend = sys.modules["deepspeed.comm.torch"]
-    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
 
@@ -84,6 +85,7 @@ def run_workers(
     timeout_seconds: float,
     environment: Mapping[str, str | None] | None = None,
     exit_naturally: bool = False,
+    grace_seconds: float | None = None,
 ) -> list[WorkerResult]:
     """Run `target(rank, *args)` in `world_size` forked processes and wait for all of them.
 
@@ -97,6 +99,7 @@ def run_workers(
         environment: Further variables; None as a value removes one.
         exit_naturally: End a worker by finalizing its interpreter and running the C++ destructors, as a script's
             process does, instead of `os._exit`. Exit handlers inherited from this process do not run.
+        grace_seconds: Once a worker has failed, the others get this long instead of the rest of the deadline.
 
     Returns:
         One result per rank, in order of rank; a failed worker is a result too (see `values`).
@@ -110,7 +113,7 @@ def run_workers(
             inherited = [worker.reader for worker in workers]
             job = functools.partial(target, rank, *args)
             workers.append(_fork(rank, job, variables, inherited, exit_naturally))
-        _wait(workers, deadline)
+        _wait(workers, deadline, grace_seconds)
         return [worker.result() for worker in workers]
     finally:
         for worker in workers:
@@ -128,7 +131,9 @@ def values(results: Sequence[WorkerResult]) -> list[Any]:
         return [result.value for result in results]
     lines = [f"worker {failed[0].rank} of {len(results)} failed:\n{failed[0].error}"]
     lines += [f"worker {other.rank} failed too: {(other.error or '').strip().splitlines()[-1]}" for other in failed[1:]]
-    lines += [f"--- log of worker {result.rank} ---\n{result.log}" for result in results if result.log.strip()]
+    for result in results:
+        if shown := (result.log if result is failed[0] else result.log[-_OTHER_LOG_CHARACTERS:]).strip():
+            lines.append(f"--- log of worker {result.rank} ---\n{shown}")
     raise WorkerError("\n".join(lines))
 
 
@@ -175,7 +180,7 @@ class _Worker:
         if self.received:
             value, error = _loads(bytes(self.received))
         if self.hung:
-            error = f"hung: worker {self.rank} was still running at the deadline; its stacks are in its log"
+            error = f"hung: worker {self.rank} was still running at its deadline; its stacks are in its log"
         elif error is None and (self.exit_code or not self.received):
             error = f"worker {self.rank} ended {_describe(self.exit_code)}"
             error += " after its result" if self.received else " without a result"
@@ -220,8 +225,9 @@ def free_port() -> int:
     raise OSError(f"none of 100 ports tried between {_PORTS.start} and {_PORTS.stop} is free")
 
 
-def _wait(workers: Sequence[_Worker], deadline: float) -> None:
+def _wait(workers: Sequence[_Worker], deadline: float, grace_seconds: float | None) -> None:
     """Collect until every process has ended, or the deadline, at which the rest is killed."""
+    failed = False
     while running := [worker for worker in workers if worker.exit_code is None]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -231,6 +237,8 @@ def _wait(workers: Sequence[_Worker], deadline: float) -> None:
         select.select([worker.reader for worker in running], [], [], min(remaining, 0.02))
         for worker in running:
             worker.poll()
+        if grace_seconds is not None and not failed and any(worker.exit_code for worker in running):
+            failed, deadline = True, min(deadline, time.monotonic() + grace_seconds)
         if any(worker.exit_code is None for worker in running):
             time.sleep(0.002)
 
