@@ -13,6 +13,11 @@
           +-- DataMismatchError       the first and last stage hold different samples: make their loaders agree
           +-- NonFiniteLossError      a loss is NaN or infinite: look at the named step and micro-batch
           +-- EngineStoppedError      the engine failed before and was used again: make a new one
+          +-- StoreError              the cluster's store refused: the message says what to change
+               +-- ConflictError           did not happen, someone else was first: read again, then decide anew
+               +-- StoreUnavailableError   may have happened: read back before you do it again
+               +-- LeaseLostError          did not happen, the lease is over: stop what rests on it, take a new lease
+               +-- CompactedError          the history asked for is gone: list again, watch from that revision on
 
 A message carries the offending values and the remedy. Every constructor takes the message only, so that an error
 survives pickling on its way from a worker to whoever reports it. This module imports nothing: every room may use it.
@@ -22,14 +27,19 @@ from __future__ import annotations
 
 __all__ = [
     "BambooError",
+    "CompactedError",
     "ConfigError",
+    "ConflictError",
     "DataExhaustedError",
     "DataMismatchError",
     "EngineStoppedError",
     "InfeasiblePlanError",
+    "LeaseLostError",
     "NonFiniteLossError",
     "PeerLostError",
     "ScheduleError",
+    "StoreError",
+    "StoreUnavailableError",
     "UnsupportedFeatureError",
 ]
 
@@ -81,3 +91,30 @@ class NonFiniteLossError(BambooError):
 
 class EngineStoppedError(BambooError):
     """Report the use of an engine after a failure left it without a valid state."""
+
+
+class StoreError(BambooError):
+    """Report a request that the cluster's store refused: it did not happen, and would be refused again as it is."""
+
+
+class ConflictError(StoreError):
+    """Report a write whose condition did not hold: a definite failure, nothing was written.
+
+    The message names the key, the revision expected and the one found. A fenced write fails with it as soon as
+    another candidate may lead.
+    """
+
+
+class StoreUnavailableError(StoreError):
+    """Report a store that did not answer in time: an indefinite failure, a write may or may not have happened.
+
+    Read back before you repeat a write. The store itself stays usable, and goes on when its servers come back.
+    """
+
+
+class LeaseLostError(StoreError):
+    """Report a lease that ran out or was revoked: a definite failure, nothing was written."""
+
+
+class CompactedError(StoreError):
+    """Report a watch whose next events are no longer in the store's history: list again and watch from there."""

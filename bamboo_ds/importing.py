@@ -46,6 +46,10 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, inner: Any, action: Callable[[ModuleType], None]) -> None:
         self._inner, self._action = inner, action
 
+    def __getattr__(self, name: str) -> Any:
+        """Be the loader found first for all else: `inspect` asks it for the source, say."""
+        return getattr(self._inner, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 

@@ -137,14 +137,16 @@ def _engine(
         network = _network(model, block, world, source, failures, instance=instance)
         opened.callback(network.close)
         groups = _group_count(optimizer)
-        parameters = with_redundant(model, model_parameters=model_parameters, optimizer=optimizer, world=network.world)
+        parameters, places = with_redundant(
+            model, model_parameters=model_parameters, optimizer=optimizer, world=network.world
+        )
         _refuse_outgrown_schedule(rest["lr_scheduler"], before=groups, now=_group_count(optimizer))
         solo = _solo_config(config, sizes, reporter=world.rank == 0)
         with world_of_one(quiet=world.rank != 0):
             parsed = DeepSpeedConfig(solo, model.solo_grid())
         return BambooPipelineEngine(
             model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=failures,
-            optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
+            places=places, optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
         )  # fmt: skip
 
 

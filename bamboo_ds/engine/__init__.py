@@ -1,6 +1,6 @@
 """Executes: instruction map, redundant forwards, activation swap, commit."""
 
 from bamboo_ds.engine.engine import BambooPipelineEngine
-from bamboo_ds.engine.parameters import with_redundant
+from bamboo_ds.engine.parameters import Places, with_redundant
 
-__all__ = ["BambooPipelineEngine", "with_redundant"]
+__all__ = ["BambooPipelineEngine", "Places", "with_redundant"]

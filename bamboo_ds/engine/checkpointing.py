@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from bamboo_ds.engine.evaluation import Evaluation
-from bamboo_ds.engine.parameters import own_names
+from bamboo_ds.engine.parameters import Places
 from bamboo_ds.engine.precision import MixedPrecisionOptimizer, target_of
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.world import world_of_one
@@ -25,6 +26,8 @@ _SHAPE = "bamboo_shape"
 
 class Checkpointing(Evaluation):
     """The saving and loading part of the engine."""
+
+    _places: Places
 
     def _name_checkpoint_files(self) -> None:
         """Name and write files as DeepSpeed does for this stage: owners in pipeline 0 write."""
@@ -96,6 +99,7 @@ class Checkpointing(Evaluation):
                 return super().load_checkpoint(load_dir, tag)  # warns as DeepSpeed does
             own = self._read_stage(load_dir, tag, self.stage_id)
             self._check_shape(own, load_dir, tag)
+            self._check_layers(os.path.join(load_dir, tag))
             loaded = super().load_checkpoint(
                 load_dir,
                 tag=tag,
@@ -130,6 +134,13 @@ class Checkpointing(Evaluation):
                 f"(bounds {list(self.module.parts)}); loading into another shape is not supported yet"
             )
 
+    def _check_layers(self, folder: str) -> None:
+        """Refuse a checkpoint that lacks a layer of the own stage."""
+        for index, layer in enumerate(self.module.forward_funcs):
+            if hasattr(layer, "load_state_dict") and not self.module.ckpt_layer_path_list(folder, index):
+                name = os.path.basename(self.module.ckpt_layer_path(folder, index))
+                raise ConfigError(f"checkpoint {folder} has no file {name}: it is incomplete, or of another model")
+
     def _load_held(self, load_dir: str, tag: str, own: dict[str, Any], load_optimizer_states: bool) -> None:
         """Load the redundant layers, and the optimizer state of all held ones."""
         self.network.world.barrier()
@@ -138,11 +149,12 @@ class Checkpointing(Evaluation):
             self.optimizer.refresh_masters()
         if not load_optimizer_states or self.optimizer is None:
             return
-        self._load_stage_state(self.stage_id, own["optimizer"])
+        own_targets = [target for group in self._own_targets() for target in group]
+        self._load_stage_state(own["optimizer"], own_targets, range(self._places.own_groups))
         if self.module.redundant_stage is not None:
-            self._load_stage_state(
-                self.module.redundant_stage, self._read_stage(load_dir, tag, self.module.redundant_stage)["optimizer"]
-            )
+            saved = self._read_stage(load_dir, tag, self.module.redundant_stage)
+            targets = [target_of(parameter, self.optimizer) for parameter in self._places.redundant]
+            self._load_stage_state(saved["optimizer"], targets, self._places.group_of)
         if isinstance(self.optimizer, MixedPrecisionOptimizer):
             self.optimizer.cast_masters()
 
@@ -152,7 +164,7 @@ class Checkpointing(Evaluation):
         """Return the optimizer state of the own stage as its `state_dict` would be without redundant layers."""
         if self.optimizer is None:
             return None
-        targets = self._grouped_targets(self.stage_id)
+        targets = self._own_targets()
         order = {id(target): index for index, target in enumerate(target for group in targets for target in group)}
         state = {order[id(target)]: value for target, value in self.optimizer.state.items() if id(target) in order}
         groups = [
@@ -160,7 +172,7 @@ class Checkpointing(Evaluation):
                 **{key: value for key, value in group.items() if key != "params"},
                 "params": [order[id(target)] for target in members],
             }
-            for group, members in zip(self.optimizer.param_groups, targets, strict=True)
+            for group, members in zip(self.optimizer.param_groups, targets, strict=False)
         ]
         plain = {"state": state, "param_groups": groups}
         if not isinstance(self.optimizer, MixedPrecisionOptimizer):
@@ -168,32 +180,47 @@ class Checkpointing(Evaluation):
         masters = [target.detach().clone() for group in targets for target in group]
         return {"optimizer_state_dict": plain, "masters": masters, "loss_scaler": self.optimizer.loss_scaler}
 
-    def _grouped_targets(self, stage: int) -> list[list[nn.Parameter]]:
-        """Return what the optimizer steps for a held stage, by parameter group, in the order of the stage's layers."""
-        targets = [target_of(parameter, self.optimizer) for parameter in own_names(self.module, stage).values()]
-        members = [{id(parameter) for parameter in group["params"]} for group in self.optimizer.param_groups]
-        return [[target for target in targets if id(target) in group] for group in members]
+    def _own_targets(self) -> list[list[nn.Parameter]]:
+        """Return what the optimizer steps for the own stage: the user's groups in their order, as DeepSpeed saves."""
+        own = {id(target_of(parameter, self.optimizer)) for parameter in self.module.parameters()}
+        groups = self.optimizer.param_groups[: self._places.own_groups]
+        return [[target for target in group["params"] if id(target) in own] for group in groups]
 
-    def _load_stage_state(self, stage: int, saved: dict[str, Any]) -> None:
-        """Put a stage's saved state into the optimizer, parameter by parameter."""
-        mixed = isinstance(self.optimizer, MixedPrecisionOptimizer)
-        plain = saved["optimizer_state_dict"] if mixed else saved
-        targets = [target for group in self._grouped_targets(stage) for target in group]
+    def _load_stage_state(self, saved: dict[str, Any], targets: list[nn.Parameter], group_of: Sequence[int]) -> None:
+        """Put a stage's saved state into the optimizer, parameter by parameter.
+
+        Args:
+            saved: by its owner.
+            targets: what is stepped here for that stage, in the owner's order.
+            group_of: index here of each of the owner's groups.
+        """
+        plain = self._plain_state(saved)
         indices = [index for group in plain["param_groups"] for index in group["params"]]
-        if len(indices) != len(targets):
+        if len(indices) != len(targets) or len(plain["param_groups"]) != len(group_of):
             raise ConfigError(
-                f"the checkpoint holds optimizer state of {len(indices)} parameters for stage {stage}, "
-                f"the model has {len(targets)}"
+                f"the checkpoint holds optimizer state of {len(indices)} parameters in "
+                f"{len(plain['param_groups'])} groups where this job has {len(targets)} in {len(group_of)}; give the optimizer the same parameters, "
+                "or load with load_optimizer_states=False"
             )
         for target, index in zip(targets, indices, strict=True):
             if index in plain["state"]:
                 self.optimizer.state[target] = {
                     key: _placed(value, target) for key, value in plain["state"][index].items()
                 }
-        for group, settings in zip(self.optimizer.param_groups, plain["param_groups"], strict=False):
-            group.update({key: value for key, value in settings.items() if key != "params"})
-        if mixed:
+        for number, settings in zip(group_of, plain["param_groups"], strict=True):
+            self.optimizer.param_groups[number].update({k: v for k, v in settings.items() if k != "params"})
+        if isinstance(self.optimizer, MixedPrecisionOptimizer):
             self._load_masters(targets, saved)
+
+    def _plain_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a saved state that is the wrapped optimizer's."""
+        mixed = isinstance(self.optimizer, MixedPrecisionOptimizer)
+        if mixed != ("masters" in saved) or not (mixed or "param_groups" in saved):
+            raise ConfigError(
+                "the checkpoint's optimizer state is of another precision, or of DeepSpeed's own bf16 or fp16 "
+                "optimizer; load with load_optimizer_states=False"
+            )
+        return saved["optimizer_state_dict"] if mixed else saved
 
     @torch.no_grad()
     def _load_masters(self, targets: list[nn.Parameter], saved: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from bamboo_ds.engine.commit import Committer, ExchangeCommitter
 from bamboo_ds.engine.data import StepBatches, iterable_share, share_loader
 from bamboo_ds.engine.execution import EXECUTION_MAP
 from bamboo_ds.engine.gradients import GradientReducer, Replicas
+from bamboo_ds.engine.parameters import Places
 from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, loss_scaler, target_of
 from bamboo_ds.engine.state import Statistics, StepState
 from bamboo_ds.engine.swap import ActivationSwap
@@ -46,6 +47,7 @@ class BambooPipelineEngine(Checkpointing):
         source: where plans come from.
         network: links and groups of the current plan.
         failures: where workers say why they fail.
+        places: where the redundant parameters are in the optimizer.
         training_data: as given to `initialize`.
         collate_fn: likewise.
         engine_arguments: the rest of what DeepSpeed's engine takes.
@@ -60,13 +62,14 @@ class BambooPipelineEngine(Checkpointing):
         source: PlanSource,
         network: Network,
         failures: FailureBoard,
+        places: Places,
         training_data: Any = None,
         collate_fn: Callable[..., Any] | None = None,
         **engine_arguments: Any,
     ) -> None:
         self.bamboo, self.plan, self.network = bamboo, source.current(), network
         self._source, self._failures, self._stopped = source, failures, ""
-        self._seed = bamboo.seed
+        self._places, self._seed = places, bamboo.seed
         place = self.plan.place(source.worker)
         solo = model.solo_grid()
         model._grid = solo
@@ -202,12 +205,15 @@ class BambooPipelineEngine(Checkpointing):
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         training = isinstance(pipe_schedule, BambooTrainSchedule)
-        self._state = StepState(step=self.global_steps if training else -self._evaluations)
+        self._state = StepState(
+            step=self.global_steps if training else -self._evaluations,
+            share=self.micro_batch_range if training else self._evaluation_range(pipe_schedule.micro_batches),
+        )
         self._batches = StepBatches(
             self.data_iterator,
             transform=self.batch_fn,
             step=self._state.step,
-            share=self.micro_batch_range if training else self._evaluation_range(pipe_schedule.micro_batches),
+            share=self._state.share,
             seed=self._seed,
             device=self.device,
         )

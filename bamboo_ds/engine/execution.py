@@ -74,21 +74,28 @@ class Execution(PipelineEngine):
         """Run a stage on copies of its inputs, so that a layer which works in place spoils nothing still needed."""
         given: Value = required(inputs)
         copies = tuple(tensor.clone() for tensor in tensors_of(given))
-        position = self.micro_batch_range[micro_batch]
+        position = self._state.share[micro_batch]
         outputs = self.module.run_stage(
             stage,
             like(given, copies),
             seed_of=lambda layer: layer_seed(self._seed, step=self._state.step, micro_batch=position, layer=layer),
         )
         if stage < self.num_stages - 1:
-            outputs = _checked(outputs, stage)
+            outputs = self._apart_from_buffers(stage, _checked(outputs, stage))
         return outputs
+
+    def _apart_from_buffers(self, stage: int, outputs: Value) -> Value:
+        """Copy outputs that are buffers: the next forward may overwrite them while they are under way or kept."""
+        layers = self.module.layers_of(stage).values()
+        buffers = {buffer.untyped_storage().data_ptr() for layer in layers for buffer in layer.buffers()}
+        apart = (part.clone() if part.untyped_storage().data_ptr() in buffers else part for part in tensors_of(outputs))
+        return like(outputs, tuple(apart)) if buffers else outputs
 
     def _take_loss(self, slot: Slot, micro_batch: int) -> None:
         batch = self._batches.batch(micro_batch)
         if self.num_stages > 1:
             check_same(
-                slot.digest, batch.digest, step=self._state.step, micro_batch=self.micro_batch_range[micro_batch]
+                slot.digest, batch.digest, step=self._state.step, micro_batch=self._state.share[micro_batch]
             )
         if self.eval_return_logits:
             self.outputs = slot.outputs

@@ -207,6 +207,7 @@ class Replicas:
     def __init__(self, module: BambooPipelineModule, network: Network) -> None:
         self._plan: Plan = module.plan
         self._stages = reductions_of(module)
+        self._sources = {f"tied-{key}": stage for key, stage in module.tied_source_stages().items()}
         self._module = module
         self._network = network
         self._units = units_of(module)
@@ -243,7 +244,7 @@ class Replicas:
         group = self._network.reductions[name]
         if group is None:
             return
-        source = self._plan.owners[0][min(self._stages[name])]
+        source = self._plan.owners[0][self._sources.get(name, min(self._stages[name]))]
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,24 @@ from bamboo_ds.module import BambooPipelineModule
 Groups = list[dict[str, Any]]
 
 
-def with_redundant(module: BambooPipelineModule, *, model_parameters: Any, optimizer: Any, world: Group) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How the parameters of the redundant stage stand in this worker's optimizer.
+
+    Attributes:
+        own_groups: number of the user's groups; those after them hold redundant parameters only.
+        redundant: what the owner steps, in the order of its groups.
+        group_of: index here of each of the owner's groups.
+    """
+
+    own_groups: int
+    redundant: tuple[nn.Parameter, ...] = ()
+    group_of: tuple[int, ...] = ()
+
+
+def with_redundant(
+    module: BambooPipelineModule, *, model_parameters: Any, optimizer: Any, world: Group
+) -> tuple[list[Any], Places]:
     """Return the parameters for the optimizer: the user's choice for the own stage, the owner's for the redundant one.
 
     A client optimizer *instance* is extended in place.
@@ -33,7 +51,7 @@ def with_redundant(module: BambooPipelineModule, *, model_parameters: Any, optim
         world: the group of all workers.
 
     Returns:
-        Parameters or groups to construct an optimizer with.
+        Parameters or groups to construct an optimizer with, and where the redundant ones are.
 
     Raises:
         ConfigError: a parameter is none of this stage's.
@@ -45,11 +63,11 @@ def with_redundant(module: BambooPipelineModule, *, model_parameters: Any, optim
     told = {
         row["worker"]: row for row in map(json.loads, world.gather_bytes(json.dumps(_tell(module, groups)).encode()))
     }
-    _add_redundant(module, groups, told, optimizer if client else None)
+    places = _add_redundant(module, groups, told, optimizer if client else None)
     if not any(group["params"] for group in groups):
         # A stage without trainable parameters trains nothing but takes part in all else; torch wants at least one.
         groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
-    return [parameter for group in groups for parameter in group["params"]] if plain and len(groups) == 1 else groups
+    return (parameters_of(groups) if plain and len(groups) == 1 else groups), places
 
 
 def as_groups(model_parameters: Any, module: BambooPipelineModule) -> Groups:
@@ -70,7 +88,7 @@ def _trainable(parameters: Any) -> list[nn.Parameter]:
 
 
 def own_names(module: BambooPipelineModule, stage: int) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of a held stage by a name that all workers share.
+    """Return the parameters of a held stage by a name that all workers share.
 
     It is `<layer>.<name>`, with the first layer of the tie for a tied one.
     """
@@ -79,8 +97,7 @@ def own_names(module: BambooPipelineModule, stage: int) -> dict[str, nn.Paramete
     tied = {id(module.tied_module(key)): index for key, index in first.items() if module.tied_module(key) is not None}
     for index, layer in sorted(module.layers_of(stage).items()):
         for name, parameter in layer.named_parameters():
-            if parameter.requires_grad:
-                names.setdefault(f"{tied.get(id(layer), index)}.{name}", parameter)
+            names.setdefault(f"{tied.get(id(layer), index)}.{name}", parameter)
     return names
 
 
@@ -95,14 +112,19 @@ def _refuse_strangers(groups: Groups, module: BambooPipelineModule) -> None:
 
 
 def _tell(module: BambooPipelineModule, groups: Groups) -> dict[str, Any]:
-    """Say which own parameter is in which group, and what else is in the group."""
-    number = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-    names = own_names(module, module.own_stage)
+    """Say which own parameters are in which group, in the user's order, and what else is in the group."""
+    names = {id(parameter): name for name, parameter in own_names(module, module.own_stage).items()}
     return {
         "worker": module.worker,
-        "groups": {name: number[id(parameter)] for name, parameter in names.items() if id(parameter) in number},
-        "settings": [{key: value for key, value in group.items() if _plain(value)} for group in groups],
+        "members": [[names[id(p)] for p in group["params"]] for group in groups],
+        "settings": [_settings(group) for group in groups],
     }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is the same for all members of a group, as JSON tells it."""
+    plain = {key: value for key, value in group.items() if key != "params" and _plain(value)}
+    return json.loads(json.dumps(plain))
 
 
 def _plain(value: Any) -> bool:
@@ -115,26 +137,33 @@ def _plain(value: Any) -> bool:
 
 def _add_redundant(
     module: BambooPipelineModule, groups: Groups, told: Mapping[int, dict[str, Any]], optimizer: Any
-) -> None:
+) -> Places:
+    own_groups = len(groups)
     if module.redundant_stage is None:
-        return
+        return Places(own_groups=own_groups)
     pipeline = module.plan.place(module.worker).pipeline
     owner = told[module.plan.owners[pipeline][module.redundant_stage]]
-    mine = {id(parameter) for parameter in module.redundant_parameters()}
-    for name, parameter in own_names(module, module.redundant_stage).items():
-        if name in owner["groups"] and id(parameter) in mine:
-            _group(groups, owner["groups"][name], owner["settings"], optimizer)["params"].append(parameter)
+    held, mine = own_names(module, module.redundant_stage), {id(p) for p in module.redundant_parameters()}
+    group_of, redundant = [], []
+    for number, (members, settings) in enumerate(zip(owner["members"], owner["settings"], strict=True)):
+        parameters = [held[name] for name in members]
+        group_of.append(_group_like(groups, number, settings, optimizer))
+        groups[group_of[-1]]["params"].extend(p for p in parameters if id(p) in mine)
+        redundant += parameters
+    return Places(own_groups=own_groups, redundant=tuple(redundant), group_of=tuple(group_of))
 
 
-def _group(groups: Groups, number: int, settings: Groups, optimizer: Any) -> dict[str, Any]:
-    """Return the group of a number; those that only the owner has are made here with its settings."""
-    while len(groups) <= number:
-        wanted = _as_tuples(settings[len(groups)])
-        if optimizer is None:
-            groups.append({**wanted, "params": []})
-        else:
-            optimizer.add_param_group({**wanted, "params": []})
-    return groups[number]
+def _group_like(groups: Groups, number: int, settings: Mapping[str, Any], optimizer: Any) -> int:
+    """Return the index of a group with the settings of the owner's: best at the same number, else any, else a new one.
+
+    The number alone says nothing: stages may leave out a group that would be empty, or set their own learning rate.
+    """
+    alike = [index for index, group in enumerate(groups) if _settings(group) == settings]
+    if not alike and optimizer is None:
+        groups.append({**_as_tuples(settings), "params": []})
+    elif not alike:
+        optimizer.add_param_group({**_as_tuples(settings), "params": []})
+    return number if number in alike else alike[0] if alike else len(groups) - 1
 
 
 def _as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class StepState:
 
     Attributes:
         step: optimizer steps committed before (negative numbers count evaluation batches).
+        share: positions of this pipeline's micro-batches in the global batch.
         slots: by (stage, micro-batch) for owned stages.
         redundant: likewise for redundant forwards.
         losses: detached loss by micro-batch of the share.
@@ -48,6 +49,7 @@ class StepState:
     """
 
     step: int
+    share: range = range(0)
     slots: dict[tuple[int, int], Slot] = field(default_factory=dict)
     redundant: dict[tuple[int, int], Slot] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BYTES = 256
 """The vocabulary of a byte-level model."""
 
-INITIAL_STD = 0.02
-"""Standard deviation of GPT-2's initial weights."""
+GPT2_STD = 0.02
+"""Standard deviation of GPT-2's initial weights; good for widths from about 500."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,8 @@ class GPTSize:
     """Number of different tokens."""
     dropout: float = 0.0
     """Probability that a value is dropped, in attention and on the residual stream."""
+    initial_std: float = GPT2_STD
+    """Standard deviation of the initial weights; narrow models learn sooner from larger ones."""
 
     def __post_init__(self) -> None:
         """Refuse a shape that cannot be built."""
@@ -59,6 +61,8 @@ class GPTSize:
             raise ValueError(f"gpt.hidden ({self.hidden}) is not a multiple of gpt.heads ({self.heads})")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"gpt.dropout = {self.dropout!r}: must be at least 0 and less than 1")
+        if not isinstance(self.initial_std, int | float) or self.initial_std <= 0:
+            raise ValueError(f"gpt.initial_std = {self.initial_std!r}: must be more than 0")
 
     @property
     def parameters(self) -> int:
@@ -68,8 +72,8 @@ class GPTSize:
 
 
 GPT_SIZES = {
-    "tiny": GPTSize(layers=4, hidden=128, heads=4, sequence_length=64, dropout=0.05),
-    "small": GPTSize(layers=8, hidden=256, heads=8, sequence_length=256, dropout=0.1),
+    "tiny": GPTSize(layers=4, hidden=128, heads=4, sequence_length=64, dropout=0.05, initial_std=0.06),
+    "small": GPTSize(layers=8, hidden=256, heads=8, sequence_length=256, dropout=0.1, initial_std=0.04),
     "gpt2": GPTSize(layers=12, hidden=768, heads=12, sequence_length=1024, dropout=0.1),
     "gpt2-medium": GPTSize(layers=24, hidden=1024, heads=16, sequence_length=1024, dropout=0.1),
     "gpt2-large": GPTSize(layers=36, hidden=1280, heads=20, sequence_length=1024, dropout=0.1),
@@ -81,9 +85,9 @@ GPT_SIZES = {
 class GPTEmbedding(nn.Module):
     """Token embedding: int64 ``[batch, sequence]`` to ``[batch, sequence, hidden]``."""
 
-    def __init__(self, vocabulary: int, hidden: int) -> None:
+    def __init__(self, vocabulary: int, hidden: int, *, std: float = GPT2_STD) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, hidden).normal_(std=INITIAL_STD))
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden).normal_(std=std))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look the tokens up."""
@@ -93,9 +97,9 @@ class GPTEmbedding(nn.Module):
 class GPTPositions(nn.Module):
     """Learned positions, added to ``[batch, sequence, hidden]``, then dropout."""
 
-    def __init__(self, sequence_length: int, hidden: int, dropout: float) -> None:
+    def __init__(self, sequence_length: int, hidden: int, *, dropout: float = 0.0, std: float = GPT2_STD) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(sequence_length, hidden).normal_(std=INITIAL_STD))
+        self.weight = nn.Parameter(torch.empty(sequence_length, hidden).normal_(std=std))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -110,19 +114,20 @@ class GPTBlock(nn.Module):
     Args:
         hidden: Width of the residual stream.
         heads: Attention heads.
-        dropout: Probability that a value is dropped.
         depth: Number of blocks in the model; the initial weights that feed the residual stream shrink with it.
+        dropout: Probability that a value is dropped.
+        std: Standard deviation of the other initial weights.
     """
 
-    def __init__(self, hidden: int, heads: int, dropout: float, depth: int) -> None:
+    def __init__(self, hidden: int, heads: int, *, depth: int, dropout: float = 0.0, std: float = GPT2_STD) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(hidden)
-        self.query_key_value = _linear(hidden, 3 * hidden)
-        self.attention_output = _linear(hidden, hidden, std=INITIAL_STD / math.sqrt(2 * depth))
+        self.query_key_value = _linear(hidden, 3 * hidden, std=std)
+        self.attention_output = _linear(hidden, hidden, std=std / math.sqrt(2 * depth))
         self.mlp_norm = nn.LayerNorm(hidden)
-        self.mlp_input = _linear(hidden, 4 * hidden)
-        self.mlp_output = _linear(4 * hidden, hidden, std=INITIAL_STD / math.sqrt(2 * depth))
+        self.mlp_input = _linear(hidden, 4 * hidden, std=std)
+        self.mlp_output = _linear(4 * hidden, hidden, std=std / math.sqrt(2 * depth))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -145,9 +150,9 @@ class GPTBlock(nn.Module):
 class GPTHead(nn.Module):
     """Head with weights of its own: ``[batch, sequence, hidden]`` to logits ``[batch, sequence, vocabulary]``."""
 
-    def __init__(self, vocabulary: int, hidden: int) -> None:
+    def __init__(self, vocabulary: int, hidden: int, *, std: float = GPT2_STD) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, hidden).normal_(std=INITIAL_STD))
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden).normal_(std=std))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Score every token of the vocabulary."""
@@ -181,18 +186,19 @@ def gpt_layers(size: GPTSize, *, tied: bool = True) -> list[LayerSpec]:
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-    ends = (size.vocabulary, size.hidden)
+    ends, std = (size.vocabulary, size.hidden), size.initial_std
     if tied:
-        first = TiedLayerSpec("embed", GPTEmbedding, *ends)
-        last = TiedLayerSpec("embed", GPTEmbedding, *ends, forward_fn=tied_head)
+        first = TiedLayerSpec("embed", GPTEmbedding, *ends, std=std)
+        last = TiedLayerSpec("embed", GPTEmbedding, *ends, std=std, forward_fn=tied_head)
     else:
-        first, last = LayerSpec(GPTEmbedding, *ends), LayerSpec(GPTHead, *ends)
-    positions = LayerSpec(GPTPositions, size.sequence_length, size.hidden, size.dropout)
-    blocks = [LayerSpec(GPTBlock, size.hidden, size.heads, size.dropout, size.layers) for _ in range(size.layers)]
+        first, last = LayerSpec(GPTEmbedding, *ends, std=std), LayerSpec(GPTHead, *ends, std=std)
+    positions = LayerSpec(GPTPositions, size.sequence_length, size.hidden, dropout=size.dropout, std=std)
+    settings = {"depth": size.layers, "dropout": size.dropout, "std": std}
+    blocks = [LayerSpec(GPTBlock, size.hidden, size.heads, **settings) for _ in range(size.layers)]
     return [first, positions, *blocks, LayerSpec(nn.LayerNorm, size.hidden), last]
 
 
-def _linear(inputs: int, outputs: int, *, std: float = INITIAL_STD) -> nn.Linear:
+def _linear(inputs: int, outputs: int, *, std: float) -> nn.Linear:
     layer = nn.Linear(inputs, outputs)
     nn.init.normal_(layer.weight, std=std)
     nn.init.zeros_(layer.bias)

@@ -93,7 +93,7 @@ def build_stage(
     for index in range(*bounds):
         spec = specs[index]
         if isinstance(spec, TiedLayerSpec):
-            _add_tied(layers, index, spec, tied, seed_layer, first=_first_index(specs, spec.key))
+            _add_tied(layers, specs, index, tied, seed_layer)
         elif isinstance(spec, LayerSpec):
             seed_layer(index)
             _add(layers, index, spec.build())
@@ -110,24 +110,57 @@ def _add(layers: StageLayers, index: int, layer: Any) -> None:
 
 def _add_tied(
     layers: StageLayers,
+    specs: Sequence[Any],
     index: int,
-    spec: TiedLayerSpec,
     tied: dict[str, nn.Module],
     seed_layer: Callable[[int], None],
-    *,
-    first: int,
 ) -> None:
+    spec = specs[index]
     if spec.key not in tied:
-        seed_layer(first)
+        seed_layer(tied_uses(specs, spec.key)[0])
         tied[spec.key] = spec.build()
     module = tied[spec.key]
-    layers.functions.append(module if spec.forward_fn is None else partial(spec.forward_fn, module))
+    layers.functions.append(tied_function(specs, index, module))
     layers.modules[index] = module
     layers.tied_keys[index] = spec.key
 
 
-def _first_index(specs: Sequence[Any], key: str) -> int:
-    return next(index for index, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec) and spec.key == key)
+class SavedUse:
+    """A use of a tied module through its `forward_fn` that stands in checkpoints.
+
+    DeepSpeed saves what has a `state_dict`, which a bare function has not: a layer that is always used through its
+    `forward_fn` would be forgotten.
+    """
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
+        self._module, self._forward_fn = module, forward_fn
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+        self.named_parameters = module.named_parameters
+
+    def __call__(self, value: Any) -> Any:
+        """Run the use."""
+        return self._forward_fn(self._module, value)
+
+
+def tied_function(specs: Sequence[Any], index: int, module: nn.Module) -> LayerFunction:
+    """Return what to call for a use of a tied module."""
+    spec = specs[index]
+    if spec.forward_fn is None:
+        return module
+    if index == saved_use(specs, spec.key):
+        return SavedUse(module, spec.forward_fn)
+    return partial(spec.forward_fn, module)
+
+
+def tied_uses(specs: Sequence[Any], key: str) -> list[int]:
+    """Return the global layer indices at which a tied layer is used."""
+    return [index for index, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
+
+
+def saved_use(specs: Sequence[Any], key: str) -> int:
+    """Return the use under whose index a tied layer is saved: the first that DeepSpeed would save, else the first."""
+    uses = tied_uses(specs, key)
+    return next((index for index in uses if specs[index].forward_fn is None), uses[0])
 
 
 def refuse_hidden_ties(specs: Sequence[Any]) -> None:

@@ -22,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from bamboo_ds.errors import ConfigError, UnsupportedFeatureError
 from bamboo_ds.module.grid import PlanGrid
-from bamboo_ds.module.layers import StageLayers, build_stage, refuse_hidden_ties, seed_all, untouched_randomness
+from bamboo_ds.module.layers import (
+    StageLayers,
+    build_stage,
+    refuse_hidden_ties,
+    saved_use,
+    seed_all,
+    tied_function,
+    untouched_randomness,
+)
 from bamboo_ds.plan import static_plan
 from bamboo_ds.plan.seeds import initial_seed
 from bamboo_ds.world import World, init_distributed, local_device, world_of_one
@@ -215,6 +223,10 @@ class BambooPipelineModule(PipelineModule):
                 first.setdefault(spec.key, index)
         return first
 
+    def tied_source_stages(self) -> dict[str, int]:
+        """Return the stage of each tie whose copy counts where copies may differ: that which reads checkpoints."""
+        return {key: self.stage_owner(saved_use(self._layer_specs, key)) for key in self.tied_first_layers()}
+
     def untied_layers(self, stage: int) -> dict[int, nn.Module]:
         """Return the modules of a held stage that are not tied, by global layer index."""
         layers = self._stage(stage)
@@ -344,6 +356,9 @@ def _described(model: BambooPipelineModule) -> StageLayers:
         if isinstance(spec, TiedLayerSpec):
             layers.modules[index], layers.tied_keys[index] = model.tied_modules[spec.key], spec.key
             model._tied[spec.key] = model.tied_modules[spec.key]
+            model.forward_funcs[index - model._local_start] = tied_function(
+                model._layer_specs, index, model.tied_modules[spec.key]
+            )
         elif isinstance(function, nn.Module):
             layers.modules[index] = function
     return layers

@@ -3,6 +3,9 @@
 Immutable and numbered: `epoch` grows with every reconfiguration, `version` with every failover inside an epoch.
 Everything that a worker
 needs to know about the others follows from it by pure functions.
+
+The trick is that what a worker *holds* follows from where it was placed when the epoch began, its home: the stage of
+its home and the next one. A failover changes who owns a stage, never who holds it.
 """
 
 from __future__ import annotations
@@ -11,20 +14,42 @@ from dataclasses import dataclass
 
 from bamboo_ds.errors import InfeasiblePlanError
 
+NOBODY = -1
+"""In place of an owner: the stage is lost. Only an aborted plan, under which nobody trains, has such stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Who owns which stage of which pipeline.
 
     Attributes:
-        owners: worker ids by pipeline and stage: `owners[pipeline][stage]`.
+        owners: worker ids by pipeline and stage: `owners[pipeline][stage]`. After a failover a worker owns two stages.
         epoch: number of reconfigurations before this plan.
-        version: number of failovers inside this epoch.
+        version: number of changes inside this epoch.
+        homes: owners at version 0 of this epoch, which decide what a worker holds. Empty means the same as `owners`.
+        dead: ids of all workers ever declared dead. They must stop at once, and their ids never return.
+        aborted: whether a stage is lost: the step cannot be finished, everyone drops its work and awaits a new epoch.
+        from_checkpoint: whether this epoch begins from the last checkpoint, as no live worker held some stage.
+        cause: why this plan replaced the one before, for people.
     """
 
     owners: tuple[tuple[int, ...], ...]
     epoch: int = 0
     version: int = 0
+    homes: tuple[tuple[int, ...], ...] = ()
+    dead: frozenset[int] = frozenset()
+    aborted: bool = False
+    from_checkpoint: bool = False
+    cause: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.homes:
+            object.__setattr__(self, "homes", self.owners)
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """Epoch and version: of two plans of a job, the one with the larger number is the newer."""
+        return self.epoch, self.version
 
     @property
     def num_stages(self) -> int:
@@ -39,19 +64,63 @@ class Plan:
     @property
     def workers(self) -> tuple[int, ...]:
         """Ids of all workers with a stage, ascending."""
-        return tuple(sorted({worker for pipeline in self.owners for worker in pipeline}))
+        return tuple(sorted({worker for pipeline in self.owners for worker in pipeline} - {NOBODY}))
 
     def place(self, worker: int) -> Place:
-        """Return the pipeline and stage that a worker owns.
+        """Return the home of a worker: the stage that it owns from the beginning of the epoch.
 
         Raises:
             InfeasiblePlanError: the worker has no stage in this plan.
         """
-        for pipeline, owners in enumerate(self.owners):
-            if worker in owners:
-                return Place(pipeline=pipeline, stage=owners.index(worker))
+        for pipeline, homes in enumerate(self.homes):
+            if worker in homes and worker in self.owners[pipeline]:
+                return Place(pipeline=pipeline, stage=homes.index(worker))
         raise InfeasiblePlanError(
             f"worker {worker} has no stage in the plan of epoch {self.epoch}; its workers are {self.workers}"
+        )
+
+    def places(self, worker: int) -> tuple[Place, ...]:
+        """Return all places that a worker owns: its home first, then the stages it took over.
+
+        Raises:
+            InfeasiblePlanError: the worker has no stage in this plan.
+        """
+        home = self.place(worker)
+        owned = (stage for stage, owner in enumerate(self.owners[home.pipeline]) if owner == worker)
+        return (home, *(Place(pipeline=home.pipeline, stage=stage) for stage in owned if stage != home.stage))
+
+    def held_stages(self, worker: int, *, redundancy: bool) -> frozenset[int]:
+        """Return the stages whose layers a worker has: that of its home and, with redundancy, the next one.
+
+        Raises:
+            InfeasiblePlanError: the worker has no stage in this plan.
+        """
+        home = self.place(worker).stage
+        redundant = self.redundant_stage(home) if redundancy else None
+        return frozenset({home}) if redundant is None else frozenset({home, redundant})
+
+    def neighbours(self, worker: int, *, redundancy: bool) -> tuple[int, ...]:
+        """Return the ids of the workers next to a worker in its pipeline, ascending.
+
+        With redundancy the last stage is next to stage 0, whose shadow it holds: both are in one gradient group.
+
+        Raises:
+            InfeasiblePlanError: the worker has no stage in this plan.
+        """
+        owners = self.owners[self.place(worker).pipeline]
+        edges = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
+        if redundancy and self.num_stages > 1:
+            edges.append((self.num_stages - 1, 0))
+        pairs = [{owners[left], owners[right]} for left, right in edges]
+        return tuple(sorted({other for pair in pairs if worker in pair for other in pair} - {worker, NOBODY}))
+
+    def lost_places(self) -> tuple[Place, ...]:
+        """Return the places without an owner; there are none unless the plan is aborted."""
+        return tuple(
+            Place(pipeline=pipeline, stage=stage)
+            for pipeline, owners in enumerate(self.owners)
+            for stage, owner in enumerate(owners)
+            if owner == NOBODY
         )
 
     def shadow_stage(self, stage: int) -> int:
@@ -69,12 +138,12 @@ class Plan:
     def holders(self, stages: frozenset[int], *, redundancy: bool) -> tuple[int, ...]:
         """Return the ids of all workers that hold layers of any of `stages`, ascending.
 
-        These are the owners and, with redundancy, their shadows.
+        These are the live workers whose home it is and, with redundancy, their shadows.
         """
         held_by = set(stages)
         if redundancy and self.num_stages > 1:
             held_by |= {self.shadow_stage(stage) for stage in stages}
-        return tuple(sorted({worker for stage in held_by for worker in self.stage_owners(stage)}))
+        return tuple(sorted({homes[stage] for homes in self.homes for stage in held_by} - self.dead))
 
     def share(self, pipeline: int, *, micro_batches: int) -> range:
         """Return which of the M micro-batches of a global batch a pipeline trains.

@@ -4,7 +4,7 @@ A worker that raises takes the job with it, and the others would only see links 
 to the store *before* any link is closed, and whoever meets a broken link looks there. A worker that was killed or
 hangs writes nothing; then the survivors call the roll, and those without an answer are named.
 
-The process that hosts the store may itself be gone, or stopped: every look ends within a second.
+The process that hosts the store may itself be gone, or stopped: every look ends within a few seconds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch.distributed as torch_distributed
 
 from bamboo_ds.errors import BambooError, DataExhaustedError, DataMismatchError, NonFiniteLossError, PeerLostError
@@ -26,7 +26,7 @@ from bamboo_ds.errors import BambooError, DataExhaustedError, DataMismatchError,
 _LOOK_SECONDS = 0.02
 _ALARM_SECONDS = 0.25  # between two looks of a waiting worker at the alarm
 _ROLL_SECONDS = 1.0  # how long workers have to answer the roll
-_STORE_SECONDS = 1.0
+_STORE_SECONDS = 2.5  # the host is alive but busy, or it hangs
 _SHARED_CAUSES = {kind.__name__: kind for kind in (DataExhaustedError, DataMismatchError, NonFiniteLossError)}
 JOB = "job"
 
@@ -47,15 +47,15 @@ class Failure:
 
 
 class BoundedStore:
-    """A torch store whose calls end within a second; None once its host is gone or does not answer."""
+    """A torch store whose calls end within `_STORE_SECONDS`, with None once its host is gone or does not answer."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.lost = store, False
-        self._host = _host_of(store)
+        self._port = _port_of(store)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the store."""
-        self.lost = self.lost or not self._listens()
+        self.lost = self.lost or not self._connected()
         if self.lost:
             return None
         answers: list[Any] = []
@@ -69,24 +69,27 @@ class BoundedStore:
         with contextlib.suppress(RuntimeError):  # what torch raises when the store's host is gone
             answers.append(getattr(self._store, name)(*arguments))
 
-    def _listens(self) -> bool:
-        """Return whether the host takes connections; torch's own attempt would write its stack to the log."""
-        if self._host is None:
+    def _connected(self) -> bool:
+        """Return whether the host still holds the connection; torch, finding it closed, would log its whole stack.
+
+        A connection of our own for a try is no way to ask: many of them make torch's server hang.
+        """
+        if self._port is None:
             return True
-        with contextlib.suppress(OSError), socket.create_connection(self._host, timeout=_STORE_SECONDS):
-            return True
-        return False
+        ours = psutil.Process().net_connections("tcp")
+        states = {link.status for link in ours if link.raddr and link.raddr.port == self._port}
+        return not states or psutil.CONN_ESTABLISHED in states
 
     def has(self, key: str) -> bool:
         """Return whether a key exists."""
         return bool(self.call("check", [key]))
 
 
-def _host_of(store: Any) -> tuple[str, int] | None:
-    """Return host and port of a `TCPStore`, below any prefixes; None for a store of another kind."""
+def _port_of(store: Any) -> int | None:
+    """Return the port of a `TCPStore`, below any prefixes; None for a store of another kind."""
     while isinstance(store, torch_distributed.PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, torch_distributed.TCPStore) else None
+    return store.port if isinstance(store, torch_distributed.TCPStore) else None
 
 
 class FailureBoard:
@@ -138,9 +141,10 @@ class FailureBoard:
             time.sleep(_LOOK_SECONDS)
         if cause is None:
             return mark(PeerLostError(self._who_is_missing(error)))
-        kind = _SHARED_CAUSES.get(cause.kind, PeerLostError)
-        text = cause.message if kind is not PeerLostError else ": ".join(filter(None, (cause.kind, _first_line(cause.message))))
-        return mark(kind(f"worker {cause.worker} failed: {text}"))
+        if kind := _SHARED_CAUSES.get(cause.kind):
+            return mark(kind(f"worker {cause.worker} failed: {cause.message}"))
+        text = ": ".join(filter(None, (cause.kind, _first_line(cause.message))))
+        return mark(PeerLostError(f"worker {cause.worker} failed: {text}"))
 
     def cause(self) -> Failure | None:
         """Return the first failure of this scope or of the job."""
@@ -177,7 +181,7 @@ class FailureBoard:
         self._store.call("set", f"{JOB}/departed/{self._worker}", "departed")
 
     def await_others(self, *, wait_seconds: float) -> None:
-        """Wait until all workers have departed: the process that hosts the store leaves last, so that others can read it."""
+        """Wait until all workers have departed: who hosts the store leaves last, so that the others can read it."""
         if _launcher_holds_store() or self._worker != 0:
             return
         deadline = time.monotonic() + wait_seconds
@@ -221,10 +225,10 @@ class Guard(contextlib.AbstractContextManager[None]):
             self._stop(error)
 
 
-def mark(error: BambooError | BaseException, note: str = "") -> Any:
+def mark(error: BaseException, note: str = "") -> Any:
     """Mark an error as the consequence of one that another worker reports in full."""
     with contextlib.suppress(AttributeError):  # a class with slots cannot be marked: it is then reported twice
-        error.bamboo_consequence = note or str(error)  # type: ignore[union-attr]
+        error.bamboo_consequence = note or str(error)  # type: ignore[attr-defined]
     return error
 
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 _TOKEN = "BAMBOO_TEST_TOKEN"
 _BEQUEST_SECONDS = 5.0
+_NOT_OURS = ("torchelastic_", "torchinductor_")  # torchrun's logs of a failed job, and the cache that torch shares
 _WARM = ("bamboo_ds.initialization", "torch.utils.data", "torch.optim.lr_scheduler")
 
 
@@ -245,7 +246,8 @@ def _looking_for_remains(temporary: Path) -> Iterator[list[str]]:
     shared_before, before = set(_shared_memory()), set(temporary.iterdir())
     yield found
     found += [f"/dev/shm/{name}" for name in _shared_memory() if name not in shared_before]
-    found += [f"temporary {path.name}" for path in temporary.iterdir() if path not in before]
+    new = [path.name for path in temporary.iterdir() if path not in before]
+    found += [f"temporary {name}" for name in new if not name.startswith(_NOT_OURS)]
 
 
 def _shared_memory() -> list[str]:

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of Bamboo, with and without a `bamboo` block, against stock DeepSpeed on the same script."""
+"""Scripts that know nothing of Bamboo, with and without a `bamboo` block, against stock DeepSpeed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from bamboo_ds.cli.bench.workers import WorkerResult, values
 from bamboo_ds.errors import BambooError, ConfigError, DataExhaustedError
 from bamboo_ds.plan.seeds import batch_seed
-from tests.engine.training import SEED, OneProcess, Outcome, Training, build_engine, largest, single
+from tests.engine.training import SEED, OneProcess, Outcome, Training, build_engine, largest, linger, single
 from tests.engine.zoo import WIDTH, blocks, vectors
 
 Run = Callable[..., list[WorkerResult]]
@@ -88,6 +88,7 @@ def train_on(rank: int, job: Training, num_stages: int, made: Callable[[], Any])
             outcome.losses.append(float(engine.train_batch(iterator)))
     except StopIteration as error:
         outcome.extra = type(error).__name__, str(error)
+        linger(rank)
     engine.close()
     return outcome
 
@@ -268,7 +269,7 @@ def test_other_samples_on_the_last_stage_end_all_workers(workers: Run, shape: tu
         except BambooError as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            time.sleep(1.0 if rank == 0 else 0.0)
+            linger(rank)
         return "trained"
 
     found = values(workers(train_wrong, shape[0] * shape[1], timeout_seconds=30))
@@ -293,10 +294,14 @@ def test_data_that_ends_ends_all_workers_at_once(workers: Run, shape: tuple[int,
         try:
             engine.train_batch(iterator)
         except StopIteration as error:
-            result = f"{type(error).__name__}: {error}", isinstance(error, DataExhaustedError), time.monotonic() - started
+            result = (
+                f"{type(error).__name__}: {error}",
+                isinstance(error, DataExhaustedError),
+                time.monotonic() - started,
+            )
         else:
             result = "trained", False, 0.0
-        time.sleep(1.0 if rank == 0 else 0.0)
+        linger(rank)
         return result
 
     for error, right, seconds in values(workers(train_out, shape[0] * shape[1], timeout_seconds=30)):
@@ -314,7 +319,7 @@ def test_data_that_ends_in_one_pipeline_ends_the_others(workers: Run) -> None:
         except StopIteration as error:
             return type(error).__name__
         finally:
-            time.sleep(1.0 if rank == 0 else 0.0)
+            linger(rank)
         return "trained"
 
     assert values(workers(train_out, 4, timeout_seconds=30)) == ["DataExhaustedError"] * 4

@@ -90,7 +90,7 @@ def test_logits_of_the_last_micro_batch_are_on_last_stages(asked: Any, one: OneP
     last = last_stages(asked)
     for pipeline, answer in enumerate(last):
         expected = one.evaluate([held_out(2 * pipeline + 1)])[1]
-        assert torch.equal(answer["logits"][1], expected)
+        assert relative(answer["logits"][1], expected) < 1e-6
     assert all(answer["logits"][1] is None for answer in asked[1] if answer not in last)
     assert all(relative(answer["logits"][0], mean_of(one, 2 * asked[0][1])) < 1e-6 for answer in asked[1])
 
@@ -112,7 +112,7 @@ def test_without_loss_the_outputs_are_reduced(asked: Any, one: OneProcess) -> No
     for pipeline, answer in enumerate(last_stages(asked)):
         assert relative(answer["outputs"], torch.stack(outputs).mean(dim=0)) < 1e-6
         mine = outputs[2 * pipeline : 2 * pipeline + 2]
-        assert all(torch.equal(*pair) for pair in zip(answer["all outputs"], mine, strict=True))
+        assert all(relative(*pair) < 1e-6 for pair in zip(answer["all outputs"], mine, strict=True))
 
 
 def test_training_goes_on_as_if_nothing_was_asked(asked: Any) -> None:

@@ -46,7 +46,9 @@ def configured(kind: str, parameters: dict[str, Any], torch_optimizer: Any) -> T
 CONFIGURED = {
     # DeepSpeed's "Adam" decouples weight decay unless told otherwise.
     "Adam": configured(
-        "Adam", {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}, lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, eps=1e-6)
+        "Adam",
+        {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
+        lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, eps=1e-6),
     ),
     "Adam coupled": configured(
         "Adam",
@@ -65,7 +67,7 @@ CONFIGURED = {
     ),
     "Adagrad": configured("Adagrad", {"lr": 0.05}, lambda p: torch.optim.Adagrad(p, 0.05)),
     "RMSprop": configured("RMSprop", {"lr": 0.01, "eps": 1e-6}, lambda p: torch.optim.RMSprop(p, 0.01, eps=1e-6)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,7 +82,10 @@ def test_a_client_optimizer_instance_steps_the_copies_too(workers: Run, shape: t
         return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3, eps=1e-6)
 
     job = Training(
-        lambda: blocks(6), vectors, optimizer=decayed, arguments=lambda module: {"optimizer": decayed(module.parameters())}
+        lambda: blocks(6),
+        vectors,
+        optimizer=decayed,
+        arguments=lambda module: {"optimizer": decayed(module.parameters())},
     )
     check(workers, job, shape)
 
@@ -130,6 +135,11 @@ def train_grouped(training: Training) -> Outcome:
     return outcome
 
 
+def by_stage(module: Any) -> dict[str, Any]:
+    """Give each stage a learning rate of its own, in one group."""
+    return {"model_parameters": [{"params": list(module.parameters()), "lr": 0.01 * (1 + module.stage_id)}]}
+
+
 GROUPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "as model_parameters": lambda module: {"model_parameters": grouped(module.parameters())},
     "as model_parameters without empty groups": lambda module: {"model_parameters": full_groups(module.parameters())},
@@ -147,11 +157,46 @@ def test_copies_are_in_the_group_of_the_original(workers: Run, way: str, shape: 
     assert_copies_equal(outcomes)
 
 
+def test_copies_take_the_learning_rate_of_the_originals_stage(workers: Run) -> None:
+    job = Training(lambda: blocks(6), vectors, optimizer=adamw, arguments=by_stage)
+    outcomes = values(workers(train, 3, args=(job, 3), timeout_seconds=60))
+    one = OneProcess(
+        job,
+        groups=lambda model: [
+            {
+                "params": [p for layer in (2 * s, 2 * s + 1) for p in model.modules[layer].parameters()],
+                "lr": 0.01 * (1 + s),
+            }
+            for s in range(3)
+        ],
+    )
+    expected = Outcome()
+    for _ in range(job.steps):
+        expected.losses.append(one.train_batch())
+        expected.norms.append(one.norm)
+    expected.weights = one.model.weights()
+    assert_equals_one_process(outcomes, expected, exact=True)
+    assert_copies_equal(outcomes)
+
+
+def test_an_instance_may_hold_frozen_parameters(workers: Run) -> None:
+    """`Adam(model.parameters())` with some layers frozen is common."""
+
+    def layers() -> list[Any]:
+        return [LayerSpec(Half) for _ in range(4)]
+
+    job = Training(layers, vectors, optimizer=adamw, arguments=lambda m: {"optimizer": adamw(m.parameters())})
+    check(workers, job, (2, 1))
+
+
 def test_a_list_of_model_parameters_chooses_what_is_trained(workers: Run) -> None:
     """As in DeepSpeed: what is not listed stays as it is."""
     job = Training(
-        lambda: blocks(6), vectors, optimizer=adamw, arguments=lambda m: {"model_parameters": [p for p in m.parameters() if p.dim() == 2]}
-    )  # fmt: skip
+        lambda: blocks(6),
+        vectors,
+        optimizer=adamw,
+        arguments=lambda m: {"model_parameters": [p for p in m.parameters() if p.dim() == 2]},
+    )
     outcomes = values(workers(train, 3, args=(job, 3), timeout_seconds=60))
     one = OneProcess(job, groups=lambda model: [p for p in model.parameters() if p.dim() == 2])
     expected = Outcome(losses=[one.train_batch() for _ in range(job.steps)], weights=one.model.weights())
@@ -171,6 +216,14 @@ class Spare(nn.Module):
         return value + torch.tanh(self.linear(value))
 
 
+class Half(Spare):
+    """A layer whose bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.bias.requires_grad_(False)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 2)])
 def test_weight_decay_does_not_touch_a_parameter_without_gradient(workers: Run, shape: tuple[int, int]) -> None:
     def decaying(parameters: Any) -> torch.optim.Optimizer:
@@ -184,8 +237,10 @@ def test_weight_decay_does_not_touch_a_parameter_without_gradient(workers: Run, 
 
 def test_parameters_of_another_model_are_refused(workers: Run) -> None:
     job = Training(
-        lambda: blocks(4), vectors, arguments=lambda module: {"optimizer": adamw([*module.parameters(), nn.Parameter(torch.ones(1))])}
-    )  # fmt: skip
+        lambda: blocks(4),
+        vectors,
+        arguments=lambda module: {"optimizer": adamw([*module.parameters(), nn.Parameter(torch.ones(1))])},
+    )
     results = workers(train, 2, args=(job, 2), timeout_seconds=30)
     assert all("ConfigError: 1 of the given parameters belong to no layer" in str(result.error) for result in results)
 
@@ -236,8 +291,11 @@ SCHEDULED: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
         {"arguments": lambda _: {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, halving)}},
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, halving),
     ),
-    "as an instance": ({"arguments": instances}, lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, halving)),
-}  # fmt: skip
+    "as an instance": (
+        {"arguments": instances},
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, halving),
+    ),
+}
 
 
 @pytest.mark.parametrize("way", SCHEDULED)

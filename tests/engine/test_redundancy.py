@@ -17,7 +17,17 @@ from bamboo_ds.cli.bench.workers import WorkerResult, values
 from bamboo_ds.engine.state import tensors_of
 from bamboo_ds.engine.swap import ActivationSwap
 from bamboo_ds.schedule import instructions
-from tests.engine.training import MODES, Outcome, Training, assert_copies_equal, batches, build_engine, check, sgd, train
+from tests.engine.training import (
+    MODES,
+    Outcome,
+    Training,
+    assert_copies_equal,
+    batches,
+    build_engine,
+    check,
+    sgd,
+    train,
+)
 from tests.engine.zoo import WIDTH, blocks, vectors
 
 Run = Callable[..., list[WorkerResult]]
@@ -33,7 +43,8 @@ class Normed(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        if self.training:
+            self.seen += 1
         value = value + self.dropout(torch.tanh(self.linear(self.norm(value))))
         return value.t().contiguous().t()
 
@@ -54,12 +65,25 @@ def test_all_copies_are_equal_after_every_step_buffers_too(
     assert len(copies) == 6 * shape[1] * (1 if redundancy == "off" else 2), "shadows must hold the layers they shadow"
 
 
+class Averaged(nn.Module):
+    """Keeps a running mean in fp32, whatever its weights are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(value.detach().float().mean(dim=0) * 0.1)
+        return value + torch.tanh(self.linear(value))
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (3, 2)])
 def test_bf16_copies_are_equal_with_running_statistics(workers: Run, shape: tuple[int, int]) -> None:
     def low(step: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
         return tuple(part.bfloat16() for part in vectors(step, micro_batch))
 
-    job = Training(normed, low, bf16=True)
+    job = Training(lambda: [LayerSpec(Averaged) for _ in range(6)], low, bf16=True)
     assert_copies_equal(values(workers(train, shape[0] * shape[1], args=(job, shape[0]), timeout_seconds=60)))
 
 
@@ -156,10 +180,11 @@ class Witness:
             ours = tensors_of(slot.outputs)
             if not all(map(torch.equal, ours, outputs[stage, micro_batch])):
                 wrong.append(f"outputs of stage {stage}, micro-batch {micro_batch}")
-            torch.autograd.backward(list(ours), gradients[stage, micro_batch])
+            torch.autograd.backward([part for part in ours if part.requires_grad], gradients[stage, micro_batch])
             if stage > 0:
                 sent_back = self.gradients[stage - 1, micro_batch]
-                if not all(map(torch.equal, (part.grad for part in tensors_of(slot.inputs)), sent_back)):
+                asked = [part.grad for part in tensors_of(slot.inputs) if part.requires_grad]
+                if len(asked) != len(sent_back) or not all(map(torch.equal, asked, sent_back)):
                     wrong.append(f"input gradients of stage {stage}, micro-batch {micro_batch}")
         return wrong + self._compare_sums(stage, summed)
 
@@ -173,7 +198,6 @@ class Witness:
         return wrong
 
 
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("checkpointing", [0, 1])
 def test_a_backward_on_a_redundant_forward_gives_the_owners_gradients_bit_for_bit(
@@ -182,6 +206,33 @@ def test_a_backward_on_a_redundant_forward_gives_the_owners_gradients_bit_for_bi
     job = Training(normed, vectors, optimizer=sgd, module={"activation_checkpoint_interval": checkpointing})
     results = values(workers(recover, shape[0] * shape[1], args=(job, shape[0]), timeout_seconds=60))
     assert results == [[]] * len(results)
+
+
+class Ticking(nn.Module):
+    """Hands on a buffer that it overwrites in its next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("ticks", torch.zeros(WIDTH))
+
+    def forward(self, value: Any) -> Any:
+        value, ticks = value if isinstance(value, tuple) else (value, None)
+        if ticks is not None:
+            return value + torch.tanh(self.linear(value)) * ticks
+        self.ticks += 0.25
+        return value + torch.tanh(self.linear(value)), self.ticks
+
+
+def test_a_buffer_that_is_handed_on_is_handed_on_as_it_was(workers: Run) -> None:
+    """What was sent must not change while it is under way, nor before the redundant forward reads it."""
+
+    def layers() -> list[Any]:
+        return [*blocks(1), LayerSpec(Ticking), LayerSpec(Ticking), *blocks(1)]
+
+    job = Training(layers, vectors)
+    check(workers, job, (2, 1))
+    assert values(workers(recover, 2, args=(job, 2), timeout_seconds=60)) == [[], []]
 
 
 def test_swapped_tensors_are_activations_never_parameters() -> None:
@@ -198,7 +249,9 @@ def test_swapped_tensors_are_activations_never_parameters() -> None:
 
 
 def test_a_step_of_redundant_forwards_counts_what_they_hold(workers: Run) -> None:
-    outcomes: list[Any] = values(workers(_host_bytes, 2, args=(Training(lambda: blocks(4), vectors),), timeout_seconds=60))
+    outcomes: list[Any] = values(
+        workers(_host_bytes, 2, args=(Training(lambda: blocks(4), vectors),), timeout_seconds=60)
+    )
     for eager, lazy in outcomes:
         assert eager > lazy >= 0
 

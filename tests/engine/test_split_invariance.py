@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bamboo_ds.cli.bench.workers import WorkerResult, values
-from tests.engine.training import MODES, Training, check, largest, sgd, single, train, train_one_process
+from tests.engine.training import MODES, Training, batches, check, largest, sgd, single, train_one_process
 from tests.engine.zoo import blocks, vectors
 
 Run = Callable[..., list[WorkerResult]]
@@ -31,7 +32,7 @@ def test_no_mode_of_redundancy_changes_a_number(workers: Run, shape: tuple[int, 
 
 
 def test_clipping_is_1_when_the_key_is_absent_and_off_at_0(workers: Run) -> None:
-    def big(step: int, micro_batch: int):  # noqa: ANN202
+    def big(step: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
         inputs, labels = vectors(step, micro_batch)
         return inputs, 100 * labels
 
@@ -45,7 +46,6 @@ def test_clipping_is_1_when_the_key_is_absent_and_off_at_0(workers: Run) -> None
 
 def _train_without_key(rank: int, job: Training) -> list[float]:
     import bamboo_ds
-    from tests.engine.training import batches
 
     module = bamboo_ds.BambooPipelineModule(
         job.layers(), num_stages=2, loss_fn=job.loss_fn, seed_layers=True, partition_method="uniform"
@@ -65,11 +65,9 @@ def test_any_number_of_micro_batches_averages_the_gradients(workers: Run, micro_
 
 def test_a_batch_cut_into_more_micro_batches_gives_the_same_losses() -> None:
     """Ties the reference itself to plain PyTorch: its micro-batches add up to one big batch."""
-    import torch
-
     job = replace(JOB, layers=lambda: blocks(4, 0.0), micro_batches=4, clipping=0.0)
 
-    def whole(step: int, _: int):  # noqa: ANN202
+    def whole(step: int, _: int) -> tuple[torch.Tensor, ...]:
         return tuple(torch.cat(side) for side in zip(*(vectors(step, m) for m in range(4)), strict=True))
 
     cut, uncut = train_one_process(job), train_one_process(replace(job, batch=whole, micro_batches=1))
@@ -81,7 +79,7 @@ def test_a_batch_cut_into_more_micro_batches_gives_the_same_losses() -> None:
 def test_bf16_equals_one_process_in_bf16(workers: Run, shape: tuple[int, int], clipping: float) -> None:
     """Master weights and sums are fp32; gradients are averaged once and dropped after each step."""
 
-    def low(step: int, micro_batch: int):  # noqa: ANN202
+    def low(step: int, micro_batch: int) -> tuple[torch.Tensor, ...]:
         return tuple(part.bfloat16() for part in vectors(step, micro_batch))
 
     job = replace(JOB, batch=low, bf16=True, steps=6, clipping=clipping)

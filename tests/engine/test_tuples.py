@@ -51,7 +51,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Zoo(nn.Module):
-    """Carries a tensor of every dtype, a scalar and an empty one; all floats and complex numbers meet and have gradients."""
+    """Carries a tensor of every dtype, a scalar and an empty one; floats and complex numbers have gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,6 @@ def test_what_cannot_pass_between_stages_is_named(workers: Run, made: Callable[.
         return [*blocks(1), made, *blocks(2)]
 
     job = Training(layers, vectors, steps=1)
-
 
     results = workers(train, 2, args=(job, 2, "fit"), timeout_seconds=30, exit_naturally=True)
     assert "ConfigError" in str(results[0].error)

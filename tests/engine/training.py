@@ -1,7 +1,7 @@
-"""What the engine tests share: a training job as data, one process that trains it, workers that train it, and what must agree.
+"""What the engine tests share: a training job as data, one process and workers that train it, and what must agree.
 
-The one process is a plain PyTorch loop over the same layers. It shares with the engine only its conventions: the seed of
-each layer's random numbers, the micro-batches in order, the division of every loss by M, fp32 sums under bf16.
+The one process is a plain PyTorch loop over the same layers. It shares with the engine only its conventions: the seed
+of each layer's random numbers, the micro-batches in order, the division of every loss by M, fp32 sums under bf16.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -264,6 +265,11 @@ def train(rank: int, training: Training, num_stages: int, redundancy: str = "efl
     return outcome
 
 
+def linger(rank: int) -> None:
+    """Let the process that hosts the store leave last, as the exit of a script does, so that the others can read it."""
+    time.sleep(1.0 if rank == 0 else 0.0)
+
+
 def train_step(engine: Any, training: Training, step: int, outcome: Outcome) -> None:
     outcome.losses.append(float(engine.train_batch(batches(training, engine, step))))
     outcome.norms.append(float(engine.get_global_grad_norm()))
@@ -335,7 +341,8 @@ def assert_equals_one_process(
         outcomes: of all workers.
         expected: of one process.
         exact: demand equal bits (only P differs and no layer is tied).
-        loss_bound: largest relative difference otherwise; `weight_bound` likewise.
+        loss_bound: largest relative difference of losses otherwise.
+        weight_bound: likewise of weights.
     """
     if exact:
         loss_bound = weight_bound = 0.0
@@ -358,7 +365,7 @@ def check(
     exact: bool | None = None,
     **bounds: float,
 ) -> list[Outcome]:
-    """Train a job in (stages, pipelines) and hold it against one process, and all copies of a layer against each other."""
+    """Train a job in (stages, pipelines); hold it against one process, and the copies of a layer against each other."""
     stages, pipelines = shape
     outcomes = values(workers(train, stages * pipelines, args=(job, stages, redundancy), timeout_seconds=60))
     exact = pipelines == 1 and not tied if exact is None else exact

@@ -51,7 +51,7 @@ def test_the_largest_size_is_gpt_2_with_1_5_billion_weights() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_first_loss_is_that_of_guessing(tied: bool) -> None:
     torch.manual_seed(0)
-    _, functions = build(GPT_SIZES["tiny"], tied=tied)
+    _, functions = build(dataclasses.replace(GPT_SIZES["tiny"], initial_std=0.02), tied=tied)
     tokens = torch.randint(256, (4, 64))
     loss = language_model_loss(forward(functions, tokens), tokens.roll(-1))
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
@@ -111,7 +111,7 @@ def test_the_loss_of_bf16_logits_is_computed_in_fp32() -> None:
 
 
 def test_deep_models_start_with_small_weights_into_the_residual_stream() -> None:
-    block = GPTBlock(64, 4, dropout=0.0, depth=50)
+    block = GPTBlock(64, 4, depth=50)
     assert block.mlp_input.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert block.mlp_output.weight.std().item() == pytest.approx(0.002, rel=0.1)
     assert block.attention_output.weight.std().item() == pytest.approx(0.002, rel=0.1)
@@ -143,6 +143,7 @@ def test_it_learns_from_the_standard_library() -> None:
         ({"hidden": 16.0}, "gpt.hidden = 16.0"),
         ({"dropout": 1.0}, "gpt.dropout = 1.0"),
         ({"dropout": "high"}, "gpt.dropout = 'high'"),
+        ({"initial_std": 0}, "gpt.initial_std = 0"),
     ],
 )
 def test_an_impossible_shape_is_refused_by_key(change: dict[str, Any], message: str) -> None:

@@ -64,7 +64,7 @@ def warm_up() -> None:
     """Import all that is heavy once, so that forked workers need not; idempotent.
 
     Also holds what every worker wants: one thread, the CPU accelerator, a quiet DeepSpeed logger, and a frozen garbage
-    collector (a full collection would touch, and so copy, every page of the imported modules). DeepSpeed's shared-memory
+    collector (a full collection would touch, and so copy, every page of what was imported). DeepSpeed's shared-memory
     op is forbidden by the import of `bamboo_ds`, for stock runs too: it would compile for a minute.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -7,12 +7,13 @@ import signal
 import sys
 import time
 
-import bamboo_ds
 import torch
 import torch.distributed
 from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.utils.data import Dataset
+
+import bamboo_ds
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
@@ -68,7 +69,7 @@ if args.how == "before" and me():
     raise ArithmeticError("the user's script broke before initialize")
 config = {
     "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1000,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "bamboo": {"timeout_seconds": 3}, **args.config,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "bamboo": {"timeout_seconds": 30}, **args.config,
 }  # fmt: skip
 data = None if args.how == "exhausted" else Data()
 engine, _, _, _ = bamboo_ds.initialize(model=model, config=config, training_data=data)

@@ -141,8 +141,10 @@ def main():
         place.pipe, place.pipe, place.data), "the grid disagrees with the topology"  # fmt: skip
     assert grid.get_pipe_parallel_world_size() == args.pipe_parallel_size
     assert grid.get_data_parallel_world_size() == pipelines
-    assert grid.get_slice_parallel_rank() == 0 and grid.get_model_parallel_world_size() == args.pipe_parallel_size
-    assert engine.mpu.get_global_rank() == rank and model.topology().get_dim("data") == pipelines
+    assert grid.get_slice_parallel_rank() == 0
+    assert grid.get_model_parallel_world_size() == args.pipe_parallel_size
+    assert engine.mpu.get_global_rank() == rank
+    assert model.topology().get_dim("data") == pipelines
     assert engine.gradient_accumulation_steps() == engine.train_batch_size() // (
         engine.train_micro_batch_size_per_gpu() * pipelines
     )

@@ -20,17 +20,17 @@ def patch_if(moment: str) -> None:
 
 patch_if("before everything")
 
-import torch
-import torch.distributed as dist
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 patch_if("after torch")
 
-import deepspeed
+import deepspeed  # noqa: E402
 
 patch_if("after deepspeed")
 
-from deepspeed import initialize
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed import initialize  # noqa: E402
+from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 
 patch_if("after from deepspeed import initialize")
 

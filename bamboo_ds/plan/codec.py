@@ -1,0 +1,111 @@
+"""The text form of what goes to the store: JSON with the name of the record and a schema number.
+
+Nodes of one job may run different versions of this package. A text that this one cannot read with certainty is refused
+with the remedy, never half understood. One record has one text, so texts may be compared.
+
+The ids of the dead are written as ranges. Ids are handed out one after another, so there are about as many ranges as
+live workers, however long the job runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.plan.cluster import Bounds, Node
+from bamboo_ds.plan.commit import Decision, Vote
+from bamboo_ds.plan.membership import LinkReport
+from bamboo_ds.plan.plan import Plan
+
+SCHEMA = 1
+"""Grows when a record changes in a way that an older package would misread."""
+
+RECORDS: Mapping[type[Any], str] = {
+    Plan: "plan",
+    Node: "node",
+    Bounds: "bounds",
+    LinkReport: "link_report",
+    Vote: "vote",
+    Decision: "decision",
+}
+"""What may be written, and its name in the text."""
+
+_ADAPTERS: Mapping[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in RECORDS}
+
+Record = TypeVar("Record", Plan, Node, Bounds, LinkReport, Vote, Decision)
+
+
+def encode(record: Record) -> bytes:
+    """Return the text of a record, the same for equal records."""
+    fields = asdict(record)
+    if isinstance(record, Plan):
+        fields["dead"] = _ranges(record.dead)
+        if record.homes == record.owners:
+            del fields["homes"]
+    text = {"record": RECORDS[type(record)], "schema": SCHEMA, **fields}
+    return json.dumps(text, default=sorted, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode(kind: type[Record], data: bytes | str) -> Record:
+    """Return the record that a text holds.
+
+    Args:
+        kind: the class of the record.
+        data: what `encode` gave.
+
+    Raises:
+        ConfigError: the text is of another record, another schema or malformed.
+    """
+    fields = _opened(kind, data)
+    try:
+        if kind is Plan:
+            fields["dead"] = _members(fields.get("dead", []))
+        record: Record = _ADAPTERS[kind].validate_json(json.dumps(fields), strict=True)
+    except (ValidationError, TypeError, ValueError) as error:
+        raise ConfigError(f"{_name(kind)} in the store is malformed: {error}; {_REMEDY}") from None
+    return record
+
+
+_REMEDY = "run the same version of bamboo_ds on all nodes, and give each job its own bamboo.job"
+
+
+def _name(kind: type[Any]) -> str:
+    return f"a {RECORDS[kind].replace('_', ' ')}"
+
+
+def _opened(kind: type[Any], data: bytes | str) -> dict[str, Any]:
+    """Return the fields of a text, after a look at its name, schema number and keys."""
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{_name(kind)} in the store is no JSON: {error}; {_REMEDY}") from None
+    found = (fields.pop("record", None), fields.pop("schema", None)) if isinstance(fields, dict) else (None, None)
+    if found != (RECORDS[kind], SCHEMA):
+        raise ConfigError(
+            f"the store holds record {found[0]!r} of schema {found[1]!r}, wanted {RECORDS[kind]!r} of schema {SCHEMA}; "
+            f"{_REMEDY}"
+        )
+    unknown = sorted(fields.keys() - kind.__dataclass_fields__.keys())
+    if unknown:
+        raise ConfigError(f"{_name(kind)} in the store has unknown keys {unknown}; {_REMEDY}")
+    return dict(fields)
+
+
+def _ranges(ids: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending ranges (first, last) that hold exactly these ids."""
+    ranges: list[tuple[int, int]] = []
+    for id_ in sorted(ids):
+        if ranges and ranges[-1][1] == id_ - 1:
+            ranges[-1] = (ranges[-1][0], id_)
+        else:
+            ranges.append((id_, id_))
+    return ranges
+
+
+def _members(ranges: list[list[int]]) -> list[int]:
+    return [id_ for first, last in ranges for id_ in range(first, last + 1)]

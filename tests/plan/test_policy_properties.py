@@ -1,0 +1,204 @@
+"""Whatever happens to a cluster, in whatever order, the plans keep their promises.
+
+A `World` plays random stories through `decide` and keeps books of its own: who was placed where when the epoch began,
+who died since. The promises are checked against these books, not against the plan's own functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import event as note
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bamboo_ds.plan import Plan
+from bamboo_ds.plan.cluster import Bounds, Cluster, Node
+from bamboo_ds.plan.codec import decode, encode
+from bamboo_ds.plan.membership import Cause, Evidence, Loss, judge
+from bamboo_ds.plan.plan import NOBODY
+from bamboo_ds.plan.policy import Action, Boundary, Event, Joined, Lost, PlanDecision, Waited, decide
+
+WITH_PLAN = {Action.START, Action.FAILOVER, Action.ABORT, Action.RECONFIGURE, Action.RESTORE}
+
+
+@dataclass
+class World:
+    """A cluster in which things happen.
+
+    Attributes:
+        bounds: of the job.
+        nodes: whose lease lives.
+        plan: the current one.
+        dead: workers declared dead.
+        homes: owners when the epoch began.
+        born: workers so far.
+    """
+
+    bounds: Bounds
+    nodes: list[Node] = field(default_factory=list)
+    plan: Plan | None = None
+    dead: set[int] = field(default_factory=set)
+    homes: tuple[tuple[int, ...], ...] = ()
+    born: int = 0
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(self.bounds, tuple(self.nodes))
+
+    @property
+    def alive(self) -> set[int]:
+        return {worker for node in self.nodes for worker in node.workers} - self.dead
+
+    def join(self, zone: str, workers: int) -> Event:
+        ids = tuple(range(self.born, self.born + workers))
+        self.nodes.append(Node(f"node{self.born}", zone, ids))
+        self.born += workers
+        return Joined(ids)
+
+    def kill(self, picks: list[int]) -> Event:
+        """End some workers; their nodes live on, and go on listing those that the plan must remember as dead."""
+        alive = sorted(self.alive)
+        victims = sorted({alive[pick % len(alive)] for pick in picks}) if alive else []
+        placed = self.plan.workers if self.plan else ()
+        self.forget([victim for victim in victims if victim not in placed])
+        self.dead.update(victims)
+        return Lost(tuple(Loss(victim, Cause.EXIT, f"worker {victim} ended") for victim in victims))
+
+    def forget(self, workers: list[int]) -> None:
+        """Strike workers off their nodes' lists, as agents do."""
+        left = (Node(n.name, n.zone, tuple(w for w in n.workers if w not in workers)) for n in self.nodes)
+        self.nodes = [node for node in left if node.workers]
+
+    def take_away(self, pick: int) -> Event:
+        """End a node: its lease is gone."""
+        node = self.nodes.pop(pick % len(self.nodes)) if self.nodes else None
+        self.dead.update(node.workers if node else ())
+        return Lost(judge(self.cluster, self.plan, Evidence()) if self.plan else ())
+
+    def held(self) -> dict[int, set[int]]:
+        """The stages each worker placed in this epoch has layers of."""
+        stages: dict[int, set[int]] = {}
+        for row in self.homes:
+            for stage, worker in enumerate(row):
+                stages[worker] = {stage, (stage + 1) % len(row)} if self.bounds.redundancy else {stage}
+        return stages
+
+    def happen(self, event: Event) -> PlanDecision:
+        before, decision = self.plan, decide(self.cluster, self.plan, event)
+        assert decide(Cluster(self.bounds, tuple(reversed(self.nodes))), self.plan, event) == decision
+        assert (decision.plan is not None) == (decision.action in WITH_PLAN)
+        if decision.plan is not None:
+            assert before is None or decision.plan.number > before.number
+            self.check_step(before, decision)
+            self.plan = decision.plan
+            assert decode(Plan, encode(self.plan)) == self.plan
+        self.check_plan()
+        return decision
+
+    def check_step(self, before: Plan | None, decision: PlanDecision) -> None:
+        after = decision.plan
+        assert after is not None
+        if before is not None and before.epoch == after.epoch:
+            for old, new in zip(before.owners, after.owners, strict=True):
+                kept = [(o, n) for o, n in zip(old, new, strict=True) if o in self.alive]
+                assert all(o == n for o, n in kept), "who lives keeps its stages until the epoch ends"
+            assert decision.action is (Action.ABORT if after.aborted else Action.FAILOVER)
+            return
+        self.check_shape(after)
+        if before is not None:
+            held_by_the_living = set().union(*(s for w, s in self.held().items() if w in self.alive))
+            lost_for_good = held_by_the_living != set(range(before.num_stages))
+            assert after.from_checkpoint == lost_for_good == (decision.action is Action.RESTORE)
+            assert before.aborted
+            assert after.epoch == before.epoch + 1
+        self.homes = after.owners
+
+    def check_shape(self, plan: Plan) -> None:
+        """The largest shape in the bounds, every worker once."""
+        bounds, placed = self.bounds, [worker for row in plan.owners for worker in row]
+        assert not plan.aborted
+        assert len(set(placed)) == len(placed)
+        assert plan.num_stages == min(bounds.num_stages, len(self.alive)) >= bounds.min_stages
+        assert plan.num_pipelines <= (bounds.pipelines or len(placed))
+        spare = len(self.alive) - len(placed)
+        assert spare < plan.num_stages or plan.num_pipelines == bounds.pipelines
+
+    def check_plan(self) -> None:
+        plan = self.plan
+        if plan is None:
+            return
+        held, holes = self.held(), 0
+        assert {w for row in self.homes for w in row} & self.dead <= plan.dead <= self.dead
+        for d, row in enumerate(plan.owners):
+            for stage, owner in enumerate(row):
+                shadow = self.homes[d][stage - 1] if self.bounds.redundancy else None
+                candidates = {self.homes[d][stage], shadow} & self.alive
+                holes += owner == NOBODY
+                if owner == NOBODY:
+                    assert not candidates, "a stage is lost only when nobody of its pipeline holds it"
+                else:
+                    assert owner in candidates
+                    assert stage in held[owner], "nobody owns what it does not hold"
+                    assert stage in plan.held_stages(owner, redundancy=self.bounds.redundancy)
+        assert plan.aborted == (holes > 0), "no stage is without an owner unless the plan says so"
+        assert not plan.dead & set(plan.workers)
+
+
+bounds_ = st.builds(
+    lambda stages, pipelines, least, redundancy, start: Bounds(
+        stages, pipelines, min(least, stages), redundancy, start, patience_seconds=10
+    ),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([True, True, True, False]),
+    st.none() | st.integers(1, 12),
+)
+joins = st.tuples(st.just("join"), st.sampled_from("abc"), st.integers(1, 3))
+kills = st.tuples(st.just("kill"), st.lists(st.integers(0, 30), min_size=1, max_size=4))
+nodes_lost = st.tuples(st.just("take_away"), st.integers(0, 30))
+others = st.sampled_from([("boundary",), ("boundary",), ("waited", 3.0), ("waited", 10.0)])
+stories = st.tuples(
+    st.lists(joins, min_size=3, max_size=10),
+    st.just([("waited", 10.0)]),
+    st.lists(st.one_of(joins, kills, nodes_lost, others), max_size=25),
+).map(lambda parts: [step for part in parts for step in part])
+
+
+def occurrence(world: World, step: tuple[object, ...]) -> Event:
+    name, *arguments = step
+    if name == "boundary":
+        return Boundary()
+    if name == "waited":
+        return Waited(*arguments)  # type: ignore[arg-type]
+    event: Event = getattr(world, str(name))(*arguments)
+    return event
+
+
+@settings(max_examples=250, deadline=None)
+@given(bounds_, stories)
+def test_plans_keep_their_promises_whatever_happens(bounds: Bounds, story: list[tuple[object, ...]]) -> None:
+    world = World(bounds)
+    for step in story:
+        note(world.happen(occurrence(world, step)).action.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), st.booleans(), st.data())
+def test_losses_at_once_and_one_after_another_give_the_same_owners(
+    stages: int, pipelines: int, redundancy: bool, data: st.DataObject
+) -> None:
+    bounds = Bounds(stages, pipelines, redundancy=redundancy)
+    world = World(bounds)
+    world.join("a", stages * pipelines)
+    start = decide(world.cluster, None, Waited(1e9)).plan
+    assert start is not None
+    order = data.draw(st.permutations(range(stages * pipelines)))[: data.draw(st.integers(1, stages * pipelines))]
+    losses = [Loss(worker, Cause.EXIT, "") for worker in order]
+    together = decide(world.cluster, start, Lost(tuple(losses))).plan
+    plan = start
+    for loss in losses:
+        plan = decide(world.cluster, plan, Lost((loss,))).plan or plan
+    assert together is not None
+    assert (together.owners, together.dead, together.aborted) == (plan.owners, plan.dead, plan.aborted)
