@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.utils import logger
 
 from bamboo_ds.comm import Network
 from bamboo_ds.config import (
@@ -66,6 +67,8 @@ def initialize(
     block = bamboo_block(found)
     if block is None or not isinstance(model, PipelineModule):
         _refuse_module_without_block(model)
+        if block is not None and model is not None:
+            logger.warning(f"the `bamboo` block is ignored: {type(model).__name__} is no PipelineModule")
         return _stock_initialize(
             args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
             training_data=training_data, lr_scheduler=lr_scheduler,

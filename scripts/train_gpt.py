@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the heavy imports happen in main, after the arguments are k
     from bamboo_ds.models.text import ByteText, ByteWindows
 
 DEFAULT_SIZE = "tiny"
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 """Below 1, likely bytes are drawn more often than the model asks for."""
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -42,13 +41,13 @@ Record = TypeVar("Record", Plan, Node, Bounds, LinkReport, Vote, Decision)
 
 def encode(record: Record) -> bytes:
     """Return the text of a record, the same for equal records."""
-    fields = asdict(record)
+    fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
     if isinstance(record, Plan):
         fields["dead"] = _ranges(record.dead)
         if record.homes == record.owners:
             del fields["homes"]
     text = {"record": RECORDS[type(record)], "schema": SCHEMA, **fields}
-    return json.dumps(text, default=sorted, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(text, default=_plain, sort_keys=True, separators=(",", ":")).encode()
 
 
 def decode(kind: type[Record], data: bytes | str) -> Record:
@@ -94,6 +93,15 @@ def _opened(kind: type[Any], data: bytes | str) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"{_name(kind)} in the store has unknown keys {unknown}; {_REMEDY}")
     return dict(fields)
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has for a set or a mapping."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} cannot go to the store")
 
 
 def _ranges(ids: Iterable[int]) -> list[tuple[int, int]]:

@@ -54,6 +54,7 @@ def takeovers(before: Plan, after: Plan) -> tuple[Takeover, ...]:
     return tuple(
         Takeover(place=Place(pipeline=pipeline, stage=stage), victim=victim, shadow=after.owners[pipeline][stage])
         for pipeline, owners in enumerate(before.owners)
+        if owners != after.owners[pipeline]
         for stage, victim in enumerate(owners)
         if victim != after.owners[pipeline][stage]
     )

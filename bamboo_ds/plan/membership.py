@@ -112,6 +112,8 @@ def _lapsed(cluster: Cluster, plan: Plan, evidence: Evidence) -> list[Loss]:
 
 def _accusers(plan: Plan, evidence: Evidence, *, lost: frozenset[int]) -> dict[int, set[int]]:
     """Return by suspect who reports it: workers of the plan that are not lost, about this version's links."""
+    if not evidence.reports:
+        return {}
     members = set(plan.workers) - lost
     accusers: dict[int, set[int]] = {}
     for report in evidence.reports:

@@ -64,7 +64,7 @@ class Plan:
     @property
     def workers(self) -> tuple[int, ...]:
         """Ids of all workers with a stage, ascending."""
-        return tuple(sorted({worker for pipeline in self.owners for worker in pipeline} - {NOBODY}))
+        return tuple(sorted(set().union(*self.owners) - {NOBODY}))
 
     def place(self, worker: int) -> Place:
         """Return the home of a worker: the stage that it owns from the beginning of the epoch.

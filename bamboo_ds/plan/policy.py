@@ -149,8 +149,7 @@ def _join(plan: Plan, workers: tuple[int, ...]) -> PlanDecision:
 
 
 def _lose(cluster: Cluster, plan: Plan, losses: tuple[Loss, ...]) -> PlanDecision:
-    members = frozenset(plan.workers)
-    victims = [loss for loss in losses if loss.worker in members]
+    victims = [loss for loss in losses if any(loss.worker in owners for owners in plan.owners)]
     if not victims:
         return PlanDecision(Action.KEEP, f"no stage was lost with worker(s) {_listed(loss.worker for loss in losses)}")
     cause = "; ".join(loss.reason for loss in victims)

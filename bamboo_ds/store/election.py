@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Election"]
 
+_LOOK_SECONDS = 0.5  # a candidate that waits looks so often whether its own lease is alive
+
 
 class Election:
     """One candidacy; made by `Store.elect`. It belongs to one thread.
@@ -111,7 +113,7 @@ class Election:
         with self._store.watch(before.key, from_revision=from_revision) as watch:
             while (remaining := deadline - clock.now()) > 0 and self._lease.alive:
                 try:
-                    events = watch.next(min(remaining, self._lease.remaining_seconds))
+                    events = watch.next(min(remaining, _LOOK_SECONDS))
                 except CompactedError:
                     return True
                 except StoreUnavailableError:

@@ -48,6 +48,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 _FOLDER_PREFIX = "bamboo-etcd-"
 _SWEEP_AFTER_SECONDS = 60.0  # a younger folder may belong to a server that is just starting
 _START_TRIES = 3  # a free port may be taken before etcd binds it
+_IN_USE = "address already in use"  # etcd's words for it
 _STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _LOG_TAIL_BYTES = 3000
@@ -125,13 +126,13 @@ class EmbeddedEtcd:
             StoreUnavailableError: it is not healthy in time.
         """
         for attempt in range(_START_TRIES):
-            self.launch()
             try:
+                self.launch()
                 self.wait_until_healthy()
                 return self
             except StoreError as error:
                 self.kill()
-                port_taken = "address already in use" in str(error) and not self._ports_given
+                port_taken = _IN_USE in str(error) and not self._ports_given
                 if not port_taken or attempt == _START_TRIES - 1:
                     self.stop()
                     raise
@@ -142,6 +143,9 @@ class EmbeddedEtcd:
         """Start the server and do not wait: the members of a cluster are healthy only together."""
         if self.pid is not None:
             raise StoreError(f"etcd at {self.endpoint} runs already (process {self.pid})")
+        # Another etcd on our port would answer our health checks.
+        for port in (self._client_port, self._peer_port):
+            _check_free(self._host, port)
         if self._folder is None:
             sweep_abandoned_folders()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
@@ -170,6 +174,8 @@ class EmbeddedEtcd:
                     f"{self.log_tail()}"
                 )
             time.sleep(_POLL_SECONDS)
+        if self.pid is None:
+            raise StoreError(f"another server answers at {self.endpoint}; the log of ours ends:\n{self.log_tail()}")
 
     def signal(self, number: signal.Signals) -> None:
         """Send the server a signal, such as SIGSTOP and SIGCONT."""
@@ -269,6 +275,15 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does: old connections are no matter
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StoreError(f"cannot start etcd at {host}:{port}: {_IN_USE} ({error.strerror})") from None
 
 
 def sweep_abandoned_folders() -> None:

@@ -43,6 +43,7 @@ _REMEDIES = {
     "permission denied": "grant the user's role readwrite on the prefix",
     "database space exceeded": "compact and defragment etcd, raise its quota, then disarm the alarm",
     "request is too large": "write less in one transaction (etcd: --max-request-bytes)",
+    "larger than max": "write less in one transaction (etcd: --max-request-bytes)",
     "too many operations": "write less in one transaction (etcd: --max-txn-ops)",
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -106,20 +107,30 @@ def complete_environment() -> None:
     Raises:
         ConfigError: a variable is missing, or is no number.
     """
+    _adopt_slurm()
+    _require(_REQUIRED)
+    _check_numbers()
+
+
+def _adopt_slurm() -> None:
+    if "SLURM_STEP_ID" not in os.environ:
+        return
     for name, slurm_name in _SLURM.items():
-        if name not in os.environ and slurm_name in os.environ and "SLURM_STEP_ID" in os.environ:
-            os.environ[name] = os.environ[slurm_name]
-    if "SLURM_STEP_NODELIST" in os.environ and "RANK" in os.environ:
+        if slurm_name in os.environ:
+            os.environ.setdefault(name, os.environ[slurm_name])
+    if "SLURM_STEP_NODELIST" in os.environ:
         os.environ.setdefault("MASTER_ADDR", _first_host(os.environ["SLURM_STEP_NODELIST"]))
         os.environ.setdefault("MASTER_PORT", str(_slurm_port()))
-    missing = [name for name in _REQUIRED if not os.environ.get(name)]
+
+
+def _require(names: Sequence[str]) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise ConfigError(
             f"environment variable {', '.join(missing)} not set: start the script with a launcher, for example "
             "`torchrun --nproc-per-node N script.py` or `deepspeed --num_gpus N script.py` (or `srun`), or set "
             f"{', '.join(_REQUIRED)} in each process"
         )
-    _check_numbers()
 
 
 def _check_numbers() -> None:
@@ -144,8 +155,14 @@ def _first_host(node_list: str) -> str:
 
 
 def local_device() -> torch.device:
-    """Return the device of this process."""
+    """Return the device of this process.
+
+    Raises:
+        ConfigError: nothing says which accelerator of the machine is this process's.
+    """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    return torch.device(accelerator.device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    _adopt_slurm()  # a script that has made the process group itself may have done without
+    _require(["LOCAL_RANK"])
+    return torch.device(accelerator.device_name(int(os.environ["LOCAL_RANK"])))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import multiprocessing.util
 import os
@@ -164,6 +165,7 @@ def _fork(
 def _settle(writer: int, variables: dict[str, str]) -> None:
     """Make this fork look like a fresh interpreter under a launcher."""
     os.setsid()
+    faulthandler.disable()  # that of pytest writes to the terminal
     atexit._clear()  # handlers and finalizers of the parent are not ours to run
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]

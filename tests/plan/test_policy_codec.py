@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -47,6 +48,16 @@ def test_records_come_back_bit_by_bit(record: Any) -> None:
 
 def test_the_text_of_a_plan() -> None:
     assert encode(PLAN) == GOLDEN
+
+
+def test_any_mapping_is_written_as_a_dict() -> None:
+    vote = Vote(1, 5, 0, 1, losses=MappingProxyType({2: 0.5}))
+    assert decode(Vote, encode(vote)) == Vote(1, 5, 0, 1, losses={2: 0.5})
+
+
+def test_a_field_that_json_has_no_form_for_is_our_bug() -> None:
+    with pytest.raises(TypeError, match="a complex cannot go to the store"):
+        encode(LinkReport(1, 2, epoch=0, version=3, detail=1j))  # type: ignore[arg-type]
 
 
 @settings(deadline=None)

@@ -143,19 +143,18 @@ def test_a_wrong_argument_ends_the_script_before_the_heavy_imports(arguments: li
 def test_two_workers_train_generate_and_report(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 400)
-    job = ["--deepspeed_config", config_file(tmp_path), "--stages", 2, "--text", text, "--steps", 30]
-    job += ["--eval-interval", 15, "--sample-bytes", 12, "--prompt", "the quick br", "--out", tmp_path / "out"]
+    job = ["--deepspeed_config", config_file(tmp_path), "--stages", 2, "--text", text, "--steps", 60]
+    job += ["--eval-interval", 25, "--sample-bytes", 12, "--prompt", "the quick br", "--out", tmp_path / "out"]
     done = run_job(2, *job)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(done.stdout.splitlines()) == 1, done.stdout
     summary = json.loads(done.stdout)
     assert set(summary) == SUMMARY_KEYS
-    assert (summary["stages"], summary["pipelines"], summary["steps"]) == (2, 1, 30)
+    assert (summary["stages"], summary["pipelines"], summary["steps"]) == (2, 1, 60)
     assert summary["text_bytes"] == text.stat().st_size
-    assert summary["loss_last"] < 0.7 * summary["loss_first"]
-    assert summary["validation_loss"] < 0.7 * summary["loss_first"]
-    assert summary["sample"].startswith("the quick br")
-    assert len(summary["sample"].encode()) >= 24
+    assert summary["loss_last"] < 0.5 < 4 < summary["loss_first"]
+    assert summary["validation_loss"] < 0.5
+    assert summary["sample"] == "the quick brown fox jump", "it learnt one sentence by heart"
     assert Path(summary["plot"]).read_bytes().startswith(b"\x89PNG")
-    assert "step 15/30" in done.stderr
-    assert done.stderr.count("step 30/30") == 1, "more than one worker reports"
+    assert "step 25/60" in done.stderr
+    assert done.stderr.count("step 60/60") == 1, "more than one worker reports"

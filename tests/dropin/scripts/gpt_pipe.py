@@ -109,6 +109,24 @@ def build_iterator(engine, seed):
     return stream()
 
 
+def check_answers(engine, model, topology):
+    """Ask where this process is, as Megatron's mpu does."""
+    rank = torch.distributed.get_rank()
+    place = topology.get_coord(rank)
+    grid = engine.grid
+    assert (grid.get_pipe_parallel_rank(), grid.get_stage_id(), grid.get_data_parallel_rank()) == (
+        place.pipe, place.pipe, place.data), "the grid disagrees with the topology"  # fmt: skip
+    assert grid.get_pipe_parallel_world_size() == topology.get_dim("pipe")
+    assert grid.get_data_parallel_world_size() == topology.get_dim("data")
+    assert grid.get_slice_parallel_rank() == 0
+    assert grid.get_model_parallel_world_size() == topology.get_dim("pipe")
+    assert engine.mpu.get_global_rank() == rank
+    assert model.topology().get_dim("data") == grid.get_data_parallel_world_size()
+    assert engine.gradient_accumulation_steps() == engine.train_batch_size() // (
+        engine.train_micro_batch_size_per_gpu() * topology.get_dim("data")
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=None)
@@ -135,20 +153,7 @@ def main():
     model.set_batch_fn = engine.set_batch_fn
     model.set_batch_fn(get_batch_pipe)
     engine.set_has_attention_mask(True)
-    place = topology.get_coord(rank)
-    grid = engine.grid
-    assert (grid.get_pipe_parallel_rank(), grid.get_stage_id(), grid.get_data_parallel_rank()) == (
-        place.pipe, place.pipe, place.data), "the grid disagrees with the topology"  # fmt: skip
-    assert grid.get_pipe_parallel_world_size() == args.pipe_parallel_size
-    assert grid.get_data_parallel_world_size() == pipelines
-    assert grid.get_slice_parallel_rank() == 0
-    assert grid.get_model_parallel_world_size() == args.pipe_parallel_size
-    assert engine.mpu.get_global_rank() == rank
-    assert model.topology().get_dim("data") == pipelines
-    assert engine.gradient_accumulation_steps() == engine.train_batch_size() // (
-        engine.train_micro_batch_size_per_gpu() * pipelines
-    )
-
+    check_answers(engine, model, topology)
     iterator = build_iterator(engine, seed=5)
     losses = []
     for _ in range(args.steps):
