@@ -19,12 +19,17 @@ setup(
     install_requires=[
         "torch>=2.6,<3",
         "deepspeed>=0.19.8",
+        "etcd3>=0.12",
+        "grpcio>=1.60",
         "hjson>=3.1",
         "numpy>=1.26",
+        # etcd3 0.12 does not import with protobuf 4 and later by itself; bamboo_ds.store.etcd_protobuf sees to that.
+        "protobuf>=3.20",
         "psutil>=5.9",
         "pydantic>=2.7,<3",
         "rich>=13",
         "typer>=0.12",
+        "typing-extensions>=4.5",
     ],
     extras_require={
         # etcd for a cluster on one machine, where none is on PATH

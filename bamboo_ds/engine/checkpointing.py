@@ -199,8 +199,8 @@ class Checkpointing(Evaluation):
         if len(indices) != len(targets) or len(plain["param_groups"]) != len(group_of):
             raise ConfigError(
                 f"the checkpoint holds optimizer state of {len(indices)} parameters in "
-                f"{len(plain['param_groups'])} groups where this job has {len(targets)} in {len(group_of)}; give the optimizer the same parameters, "
-                "or load with load_optimizer_states=False"
+                f"{len(plain['param_groups'])} groups where this job has {len(targets)} in {len(group_of)}; "
+                "give the optimizer the same parameters, or load with load_optimizer_states=False"
             )
         for target, index in zip(targets, indices, strict=True):
             if index in plain["state"]:

@@ -17,7 +17,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from typing_extensions import Self
 
 from bamboo_ds.clock import Clock, SystemClock
 from bamboo_ds.errors import StoreError, StoreUnavailableError
-from bamboo_ds.store.etcd_program import find_etcd, knows_no_fsync
+from bamboo_ds.store.etcd_program import ADDRESS_IN_USE, check_free, find_etcd, free_port, knows_no_fsync
 
 __all__ = ["EmbeddedEtcd"]
 
@@ -48,7 +47,6 @@ os.execv(sys.argv[2], sys.argv[2:])
 _FOLDER_PREFIX = "bamboo-etcd-"
 _SWEEP_AFTER_SECONDS = 60.0  # a younger folder may belong to a server that is just starting
 _START_TRIES = 3  # a free port may be taken before etcd binds it
-_IN_USE = "address already in use"  # etcd's words for it
 _STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _LOG_TAIL_BYTES = 3000
@@ -132,7 +130,7 @@ class EmbeddedEtcd:
                 return self
             except StoreError as error:
                 self.kill()
-                port_taken = _IN_USE in str(error) and not self._ports_given
+                port_taken = ADDRESS_IN_USE in str(error) and not self._ports_given
                 if not port_taken or attempt == _START_TRIES - 1:
                     self.stop()
                     raise
@@ -145,7 +143,7 @@ class EmbeddedEtcd:
             raise StoreError(f"etcd at {self.endpoint} runs already (process {self.pid})")
         # Another etcd on our port would answer our health checks.
         for port in (self._client_port, self._peer_port):
-            _check_free(self._host, port)
+            check_free(self._host, port)
         if self._folder is None:
             sweep_abandoned_folders()
             self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
@@ -268,22 +266,6 @@ class EmbeddedEtcd:
             return False
         finally:
             connection.close()
-
-
-def free_port(host: str) -> int:
-    """Return a TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _check_free(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does: old connections are no matter
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StoreError(f"cannot start etcd at {host}:{port}: {_IN_USE} ({error.strerror})") from None
 
 
 def sweep_abandoned_folders() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -152,9 +151,9 @@ def _ask_once(server: Server, lease_id: int, seconds: float, metadata: Any) -> f
         stream.cancel()
 
 
-def _grant_of(server: Server) -> Callable[..., Any]:
-    return server.lease.LeaseGrant  # type: ignore[no-any-return]
+def _grant_of(server: Server) -> Any:
+    return server.lease.LeaseGrant
 
 
-def _revoke_of(server: Server) -> Callable[..., Any]:
-    return server.lease.LeaseRevoke  # type: ignore[no-any-return]
+def _revoke_of(server: Server) -> Any:
+    return server.lease.LeaseRevoke

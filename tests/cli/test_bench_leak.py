@@ -32,7 +32,7 @@ def test_a_process_that_keeps_things_is_seen(workers: Run) -> None:
         block.close()
         block.unlink()
         del kept
-        return after.rss_bytes - before.rss_bytes, after.descriptors - before.descriptors, seen
+        return after.anonymous_bytes - before.anonymous_bytes, after.descriptors - before.descriptors, seen
 
     grown, descriptors, seen = values(workers(target, 1, timeout_seconds=20))[0]
     assert grown > 15_000_000

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
 from typing_extensions import Self
 
 from bamboo_ds.clock import ManualClock
@@ -96,6 +98,13 @@ class Cluster(ExitStack):
                 if status.leader == status.header.member_id:
                     return server, [other for other in self.servers if other is not server]
         raise AssertionError("a healthy cluster has a leader")
+
+
+def stop(server: EmbeddedEtcd) -> None:
+    """Stop a server, all of its threads; SIGCONT lets it go on."""
+    server.signal(signal.SIGSTOP)
+    process = psutil.Process(server.pid)
+    eventually(lambda: process.status() == psutil.STATUS_STOPPED, within_seconds=5, what="the server stops")
 
 
 def eventually(condition: Callable[[], Any], *, within_seconds: float, what: str) -> Any:

@@ -228,8 +228,7 @@ def test_a_watch_wakes_a_thread_that_waits(store: Store) -> None:
 
 
 def test_closing_a_watch_wakes_whoever_waits_in_it(store: Store) -> None:
-    watch = store.watch(from_revision=1)
-    store.put("x", b"")
+    watch = store.watch(from_revision=store.put("x", b""))
     collect(watch, 1)
     timer = threading.Timer(0.2, watch.close)
     timer.start()
@@ -342,7 +341,7 @@ def test_a_write_with_a_fallen_fence_fails_definitely(store: Store) -> None:
 
 def test_a_closed_store_refuses_everything_and_closes_again(world: World) -> None:
     store = world.store()
-    watch = store.watch(from_revision=1)
+    watch = store.watch(from_revision=store.list().revision + 1)
     store.close()
     store.close()
     for call in (lambda: store.get("x"), lambda: store.put("x", b""), lambda: watch.next(1), lambda: store.lease(3)):

@@ -100,7 +100,7 @@ def new_etcd_store(etcd: EmbeddedEtcd) -> Callable[[], EtcdStore]:
     return lambda: EtcdStore([etcd.endpoint], prefix=f"/bamboo/random-{next(numbers)}/")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(operations=st.lists(OPERATIONS, min_size=1, max_size=15))
 def test_random_operations_have_the_same_results(
     operations: list[tuple[Any, ...]], new_etcd_store: Callable[[], EtcdStore]
