@@ -7,7 +7,6 @@ runs the step (timers, schedules, learning rates, monitors, printing) and Bamboo
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from bamboo_ds.engine.parameters import Places
 from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, loss_scaler, target_of
 from bamboo_ds.engine.state import Statistics, StepState
 from bamboo_ds.engine.swap import ActivationSwap
-from bamboo_ds.errors import ConfigError, EngineStoppedError, PeerLostError
+from bamboo_ds.errors import ConfigError, EngineStoppedError
 from bamboo_ds.module import BambooPipelineModule, untouched_randomness
 from bamboo_ds.plan import Decision, PlanSource, Vote
 from bamboo_ds.schedule import BambooInferenceSchedule, BambooTrainSchedule, StageCosts, instructions

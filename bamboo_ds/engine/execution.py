@@ -94,9 +94,7 @@ class Execution(PipelineEngine):
     def _take_loss(self, slot: Slot, micro_batch: int) -> None:
         batch = self._batches.batch(micro_batch)
         if self.num_stages > 1:
-            check_same(
-                slot.digest, batch.digest, step=self._state.step, micro_batch=self._state.share[micro_batch]
-            )
+            check_same(slot.digest, batch.digest, step=self._state.step, micro_batch=self._state.share[micro_batch])
         if self.eval_return_logits:
             self.outputs = slot.outputs
         has_loss_fn = self._compute_loss and self.module.loss_fn is not None

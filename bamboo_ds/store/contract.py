@@ -33,6 +33,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 __all__ = [
+    "ABSENT",
     "Committed",
     "Condition",
     "Delete",

@@ -197,7 +197,7 @@ class Connection:
             raise failure.error
         self.leave(server)
         if failure.outcome is Outcome.UNKNOWN and not repeatable:
-            raise failure.error
+            raise StoreUnavailableError(f"{failure.error}; it may have been done: read back before you repeat it")
         rounds = failures // len(self._servers)
         if failures % len(self._servers) == 0:
             self.pause(min(_FIRST_PAUSE_SECONDS * 2.0 ** min(rounds - 1, 10), _LONGEST_PAUSE_SECONDS), deadline)

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from bamboo_ds.errors import StoreError, StoreUnavailableError
+from bamboo_ds.errors import LeaseLostError, StoreError, StoreUnavailableError
 from bamboo_ds.store.contract import Lease
 from bamboo_ds.store.etcd_connection import Connection, Server
 from bamboo_ds.store.etcd_errors import AlreadyGrantedError, Outcome, read_failure
@@ -92,9 +92,12 @@ class EtcdLease(Lease):
                 return self.stop()
             try:
                 renewed = self._renew()
-            except StoreError as error:
-                _log.debug("lease %x is not renewed any more: %s", self.id, error)
+            except LeaseLostError as error:
+                _log.error("%s", error)
                 return self.stop()
+            except StoreError as error:  # a login that is refused for a while, say: the lease lives on until its end
+                _log.info("lease %x was not renewed: %s", self.id, error)
+                renewed = False
             pause = self.ttl_seconds / (3 if renewed else _RETRY_PART)
         return None
 
@@ -110,7 +113,8 @@ class EtcdLease(Lease):
         """Renew the lease at one server and return whether that worked.
 
         Raises:
-            StoreError: it is over, or the store was closed.
+            LeaseLostError: it is over.
+            StoreError: the login is refused, or the store was closed.
         """
         server, sent_at = self._connection.server(), self._clock.now()
         remaining = max(self._end - sent_at, 0.001)
@@ -124,7 +128,7 @@ class EtcdLease(Lease):
             self._connection.check()
             return self._after(error, server, token, deadline=sent_at + seconds)
         if ttl_seconds <= 0:
-            raise StoreError(f"etcd knows no lease {self.id:x}: it ran out or was revoked")
+            raise LeaseLostError(f"etcd knows no lease {self.id:x}: it ran out or was revoked")
         self._end = sent_at + ttl_seconds
         return True
 

@@ -75,6 +75,18 @@ def test_after_the_token_expired_everything_goes_on(guarded: EmbeddedEtcd, conne
     assert store._connection.token() != token
 
 
+def test_a_login_that_is_refused_for_a_while_does_not_end_a_lease(guarded: EmbeddedEtcd, connect: Connect) -> None:
+    store = connect(guarded, prefix=PREFIX, login=BAMBOO)
+    lease = store.lease(2)
+    store._connection._login, store._connection._token = Login("bamboo", "wrong"), ""
+    time.sleep(1.3)
+    assert 0 < lease.remaining_seconds < 0.8
+    store._connection._login = BAMBOO
+    time.sleep(1)
+    assert lease.alive
+    store.put("nodes/a", b"", lease=lease)
+
+
 def test_a_write_with_a_stale_token_is_done_once(guarded: EmbeddedEtcd, connect: Connect) -> None:
     store = connect(guarded, prefix=PREFIX, login=BAMBOO)
     store._connection._token = "stale.1"

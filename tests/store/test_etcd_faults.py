@@ -145,6 +145,8 @@ def test_a_stopped_server_delays_no_call_beyond_its_deadline(own_etcd: EmbeddedE
     store = connect(own_etcd)
     store.put("plan", b"1")
     stop(own_etcd)
+    with pytest.raises(StoreUnavailableError, match="it may have been done: read back before you repeat it"):
+        store.put("plan", b"2", timeout_seconds=0.2)
     calls: list[Callable[[], object]] = [
         lambda: store.get("plan", timeout_seconds=0.5),
         lambda: store.list(timeout_seconds=0.5),
