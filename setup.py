@@ -25,7 +25,7 @@ setup(
         "numpy>=1.26",
         # etcd3 0.12 does not import with protobuf 4 and later by itself; bamboo_ds.store.etcd_protobuf sees to that.
         "protobuf>=3.20",
-        "psutil>=5.9",
+        "psutil>=6",
         "pydantic>=2.7,<3",
         "rich>=13",
         "typer>=0.12",
