@@ -31,7 +31,7 @@ Chunk = list[Worker]
 
 
 def arrange(workers: Sequence[Worker], *, shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return worker ids by pipeline and stage; the best of a few layouts, the plainest of equals.
+    """Return worker ids by pipeline and stage: the best of three layouts, the plainest of equals.
 
     The plainest is DeepSpeed's: ids ascend along the pipelines, then along the stages. Workers that do not fit in are
     left out. The order of `workers` does not matter.
@@ -82,20 +82,19 @@ def _neighbours(pipeline: Sequence[Worker]) -> Iterator[tuple[Worker, Worker]]:
 
 
 def _layouts(ordered: Sequence[Worker], *, shape: Shape) -> Iterator[Grid]:
-    slots = shape.num_stages * shape.num_pipelines
-    plain = _columns(ordered[:slots], shape=shape)
-    yield tuple(zip(*plain, strict=True))
-    for whole_nodes in (True, False):
-        chosen = _choose(ordered, shape=shape, whole_nodes=whole_nodes)
-        ranks = tuple(zip(*_columns(_runs(chosen, width=shape.num_pipelines), shape=shape), strict=True))
-        yield tuple(_ring(pipeline) for pipeline in ranks)
-        yield tuple(_ring(_runs(pipeline, width=1)) for pipeline in ranks)
+    """Make the plainest layout, the one that keeps nodes whole, and the one that keeps neighbours furthest apart."""
+    yield _dealt(ordered, shape=shape)
+    whole = _choose(ordered, shape=shape, whole_nodes=True)
+    yield tuple(_ring(pipeline) for pipeline in _dealt(_runs(whole, width=shape.num_pipelines), shape=shape))
+    even = _choose(ordered, shape=shape, whole_nodes=False)
+    ranked = _dealt(_runs(even, width=shape.num_pipelines), shape=shape)
+    yield tuple(_ring(_runs(pipeline, width=1)) for pipeline in ranked)
 
 
-def _columns(workers: Sequence[Worker], *, shape: Shape) -> list[Sequence[Worker]]:
-    """Cut a list into P columns of D: pipeline d gets the d-th of each."""
-    width = shape.num_pipelines
-    return [workers[rank * width : (rank + 1) * width] for rank in range(shape.num_stages)]
+def _dealt(workers: Sequence[Worker], *, shape: Shape) -> Grid:
+    """Deal the first workers out to the pipelines, like cards: to each its first, then to each its second, ..."""
+    slots, width = shape.num_stages * shape.num_pipelines, shape.num_pipelines
+    return tuple(tuple(workers[pipeline:slots:width]) for pipeline in range(width))
 
 
 def _ring(ranked: Sequence[Worker]) -> tuple[Worker, ...]:

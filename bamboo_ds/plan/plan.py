@@ -1,8 +1,7 @@
 """The plan: who owns which stage of which pipeline.
 
 Immutable and numbered: `epoch` grows with every reconfiguration, `version` with every failover inside an epoch.
-Everything that a worker
-needs to know about the others follows from it by pure functions.
+Everything that a worker needs to know about the others follows from it by pure functions.
 
 The trick is that what a worker *holds* follows from where it was placed when the epoch began, its home: the stage of
 its home and the next one. A failover changes who owns a stage, never who holds it.
@@ -72,9 +71,9 @@ class Plan:
         Raises:
             InfeasiblePlanError: the worker has no stage in this plan.
         """
-        for pipeline, homes in enumerate(self.homes):
-            if worker in homes and worker in self.owners[pipeline]:
-                return Place(pipeline=pipeline, stage=homes.index(worker))
+        for pipeline, owners in enumerate(self.owners):
+            if worker in owners:
+                return Place(pipeline=pipeline, stage=self.homes[pipeline].index(worker))
         raise InfeasiblePlanError(
             f"worker {worker} has no stage in the plan of epoch {self.epoch}; its workers are {self.workers}"
         )

@@ -306,6 +306,8 @@ def test_neighbours_are_those_next_in_the_ring() -> None:
     merged = fail_over(STATIC, [2], redundancy=True)
     assert merged.neighbours(0, redundancy=True) == (4, 6)
     assert merged.neighbours(4, redundancy=True) == (0, 6)
+    broken = fail_over(STATIC, [2, 4], redundancy=True)
+    assert (broken.neighbours(0, redundancy=True), broken.neighbours(6, redundancy=True)) == ((6,), (0,))
     assert static_plan(world_size=2, num_stages=2).neighbours(0, redundancy=True) == (1,)
     assert static_plan(world_size=2, num_stages=1).neighbours(0, redundancy=True) == ()
 

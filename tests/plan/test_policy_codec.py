@@ -50,6 +50,12 @@ def test_the_text_of_a_plan() -> None:
     assert encode(PLAN) == GOLDEN
 
 
+def test_equal_sets_have_one_text() -> None:
+    decisions = [Decision(0, 0.0, (), {}, 0.0, False, (), frozenset(stages)) for stages in ([16, 8, 0], [0, 8, 16])]
+    assert b'"buffer_stages":[0,8,16]' in encode(decisions[0])
+    assert encode(decisions[0]) == encode(decisions[1])
+
+
 def test_any_mapping_is_written_as_a_dict() -> None:
     vote = Vote(1, 5, 0, 1, losses=MappingProxyType({2: 0.5}))
     assert decode(Vote, encode(vote)) == Vote(1, 5, 0, 1, losses={2: 0.5})

@@ -107,6 +107,29 @@ def test_the_workers_of_a_node_stand_at_one_stage() -> None:
     assert [[worker.node for worker in row] for row in grid] == [["n000", "n001", "n002", "n003"]] * 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "zones", "shape", "same_zone"),
+    [
+        ([1, 2, 1], "abc", Shape(2, 2), 0),
+        ([1, 2, 1], "aab", Shape(2, 2), 1),
+        ([2, 3, 2], "cab", Shape(2, 3), 0),
+        ([2, 2, 1, 1], "aaaa", Shape(2, 3), 3),
+        ([1, 2, 2, 2], "baab", Shape(2, 3), 0),
+        ([1, 3, 2, 3, 3], "abacb", Shape(4, 3), 0),
+    ],
+)
+def test_the_workers_of_a_node_stay_at_one_stage_whatever_came_first(
+    sizes: list[int], zones: str, shape: Shape, same_zone: int
+) -> None:
+    places = [(f"n{n}", zones[n]) for n, size in enumerate(sizes) for _ in range(size)]
+    workers = [Worker(id_, node, zone) for id_, (node, zone) in enumerate(places)]
+    grid = layout(workers, shape)
+    spread = {(worker.node, stage) for row in grid for stage, worker in enumerate(row)}
+    assert len(spread) == len({node for node, _ in spread})
+    assert adjacent(grid) == (0, same_zone)
+    assert faults(grid) == (0, same_zone, 0)
+
+
 def test_two_nodes_of_four_alternate() -> None:
     grid = layout(in_turn(2, each=4, zones=2), Shape(4, 2))
     assert [[worker.node for worker in row] for row in grid] == [["n000", "n001"] * 2] * 2
