@@ -18,7 +18,8 @@ bytes. The promises:
   so it knows of the end no later than the store.
 * **Elections.** At most one candidate's `Fence` holds at any moment. A fenced write of anyone else fails.
 
-All methods may be called from all threads. Nothing survives a fork: open the store in the process that uses it.
+All methods may be called from all threads. Nothing survives a fork: open the store in the process that uses it, which
+must not be the child of one that had opened a store before it forked.
 """
 
 from __future__ import annotations

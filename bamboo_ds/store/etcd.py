@@ -52,7 +52,7 @@ class EtcdStore(Store):
 
     Raises:
         ConfigError: an argument cannot be right, or a package is missing.
-        StoreError: this process was forked while its parent had a store open.
+        StoreError: this process was forked from one that had opened a store, if it is closed or not.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +37,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 0.5
 _SHORTEST_TRY_SECONDS = 0.5
 _LONGEST_LOGINS = 3  # in one request; more means that it is refused for another reason
 
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
-"""The connections that are open in this process; in a forked child also those that were open in its parent."""
+_first_process: int | None = None
+"""The first process that opened a connection, of this one and of those that it was forked from."""
 
 
 class Server:
@@ -69,13 +68,12 @@ class Connection:
 
     Raises:
         ConfigError: an endpoint or a TLS file cannot be used.
-        StoreError: this process was forked while its parent had a connection open.
+        StoreError: this process was forked from one that has used gRPC.
     """
 
     def __init__(self, endpoints: Sequence[str], *, tls: Tls | None, login: Login | None, clock: Clock) -> None:
         self.clock = clock
-        _refuse_inherited_grpc()
-        self._pid = os.getpid()
+        self._pid = _claim_process()
         addresses, tls = read_endpoints(endpoints, tls)
         self._servers = [Server(address, tls=tls) for address in addresses]
         self._login, self._token = login, ""
@@ -83,7 +81,6 @@ class Connection:
         self._lock, self._login_lock = threading.Lock(), threading.Lock()
         self._ending = threading.Condition()
         self._closed = False
-        _open.add(self)
 
     @property
     def inherited(self) -> bool:
@@ -164,7 +161,6 @@ class Connection:
         """Close all channels. May be called again; does nothing in a forked child."""
         if self.inherited or self._closed:
             return
-        _open.discard(self)
         with self._ending:
             self._closed = True
             self._ending.notify_all()
@@ -233,15 +229,17 @@ class Connection:
             raise
 
 
-def _refuse_inherited_grpc() -> None:
-    """Refuse to open a connection in a process that was forked while its parent had one open.
+def _claim_process() -> int:
+    """Return our process id, unless a process that we were forked from has opened a connection.
 
-    gRPC's threads are gone in the child, and what they held is held for ever. Where the parent had closed all of its
-    connections first, gRPC starts anew in the child.
+    gRPC's threads are gone in a forked child. It may seem to work there, also after the parent had closed all of its
+    connections, and once in a while it hangs for ever when it makes a channel: seen with grpcio 1.85.
     """
-    for connection in list(_open):
-        if connection.inherited:
-            raise StoreError(
-                f"process {os.getpid()} was forked while its parent had a store open: gRPC does not survive that; "
-                "close the store before the fork, fork before you open it, or start a new program"
-            )
+    global _first_process
+    if _first_process is not None and _first_process != os.getpid():
+        raise StoreError(
+            f"process {os.getpid()} was forked from {_first_process} after that had opened a store: gRPC does not "
+            "survive a fork; fork before anyone opens a store, or start a new program"
+        )
+    _first_process = os.getpid()
+    return _first_process

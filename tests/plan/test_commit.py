@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.engine.commit import decode_vote, encode_vote
@@ -38,6 +38,7 @@ def ballots(stages: int, pipelines: int, losses: list[float], norms: list[float]
     return votes
 
 
+@settings(deadline=None)
 @given(
     st.lists(NUMBERS, min_size=6, max_size=12), st.lists(NUMBERS, min_size=LAYERS, max_size=LAYERS),
     st.integers(1, 4), st.integers(1, 4), st.randoms(),
@@ -110,6 +111,7 @@ def test_additional_losses_are_weighted_by_micro_batches() -> None:
     assert tally(told).additional_losses == {"z": pytest.approx((1 * 1 + 2 * 2) / 3)}
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.integers(0, 99), st.floats(allow_nan=False), max_size=5),
     st.dictionaries(st.text(max_size=4), NUMBERS, max_size=4),

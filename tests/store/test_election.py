@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
+import sys
 import threading
-import time
+from pathlib import Path
 
 import pytest
 
-from bamboo_ds.errors import ConflictError, LeaseLostError, StoreError
+from bamboo_ds.errors import ConflictError, LeaseLostError
 from bamboo_ds.store import Election, Fence, Store
 from bamboo_ds.store.embedded import EmbeddedEtcd
 from bamboo_ds.store.etcd import EtcdStore
-from tests.store.servers import World, eventually, insist
+from tests.store.servers import World, eventually
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def candidate(store: Store, name: bytes, ttl_seconds: float = 30) -> Election:
@@ -91,39 +94,41 @@ def test_a_candidate_whose_lease_ends_while_it_waits_hears_of_it(world: World) -
     timer.join()
 
 
+LEADER = """
+import sys, time
+from bamboo_ds.errors import ConflictError, StoreUnavailableError
+from bamboo_ds.store.etcd import EtcdStore
+
+with EtcdStore([sys.argv[1]], prefix=sys.argv[2]) as store:
+    election = store.elect("coordinator", b"child", store.lease(1))
+    assert election.campaign(10)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            store.put("wrote", b"child", fence=election.fence)
+        except StoreUnavailableError:
+            pass
+        except ConflictError:
+            sys.exit(7)
+        time.sleep(0.01)
+"""
+
+
 def test_a_stopped_leader_that_wakes_up_writes_nothing(etcd: EmbeddedEtcd, prefix: str) -> None:
     """A real process leads, is stopped for longer than its lease, wakes up and writes at once, as fast as it can."""
-    pid = os.fork()
-    if pid == 0:
-        _lead_until_refused(etcd.endpoint, prefix)
-    with EtcdStore([etcd.endpoint], prefix=prefix) as store:
-        eventually(lambda: store.get("wrote"), within_seconds=20, what="the child leads and writes")
-        os.kill(pid, signal.SIGSTOP)
-        successor = candidate(store, b"successor")
-        assert successor.campaign(20)
-        revision = store.put("wrote", b"successor", fence=successor.fence)
-        os.kill(pid, signal.SIGCONT)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        found = store.get("wrote")
-        assert found is not None
-        assert (found.value, found.revision) == (b"successor", revision)
-
-
-def _lead_until_refused(endpoint: str, prefix: str) -> None:
-    """Write as the leader, again and again; exit with 7 when a fence stops it."""
-    code = 1
+    leader = subprocess.Popen([sys.executable, "-c", LEADER, etcd.endpoint, prefix], cwd=ROOT)
     try:
-        with EtcdStore([endpoint], prefix=prefix) as store:
-            election = candidate(store, b"child", ttl_seconds=1)
-            assert election.campaign(10)
-            fence = election.fence
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                insist(lambda: store.put("wrote", b"child", fence=fence))
-                time.sleep(0.01)
-    except ConflictError:
-        code = 7
-    except StoreError as error:
-        print(repr(error), flush=True)
+        with EtcdStore([etcd.endpoint], prefix=prefix) as store:
+            eventually(lambda: store.get("wrote"), within_seconds=20, what="the child leads and writes")
+            leader.send_signal(signal.SIGSTOP)
+            successor = candidate(store, b"successor")
+            assert successor.campaign(20)
+            revision = store.put("wrote", b"successor", fence=successor.fence)
+            leader.send_signal(signal.SIGCONT)
+            assert leader.wait(20) == 7
+            found = store.get("wrote")
+            assert found is not None
+            assert (found.value, found.revision) == (b"successor", revision)
     finally:
-        os._exit(code)
+        leader.kill()
+        leader.wait(10)

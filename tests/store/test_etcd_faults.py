@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -209,62 +208,6 @@ def test_a_large_prefix_is_listed_in_one_piece(etcd: EmbeddedEtcd, connect: Conn
         store.put("big/9", b"x" * 3_000_000)
     assert not isinstance(caught.value, StoreUnavailableError)
     store.delete_prefix("")
-
-
-def test_a_store_is_refused_in_a_forked_child_and_its_parent_goes_on(
-    etcd: EmbeddedEtcd, connect: Connect, prefix: str
-) -> None:
-    store = connect(etcd, prefix=prefix)
-    lease, watch = store.lease(10), store.watch(from_revision=store.list().revision + 1)
-    calls: list[Callable[[], object]] = [
-        lambda: store.get("x"),
-        lambda: watch.next(5),
-        lambda: lease.revoke(),
-        lambda: EtcdStore([etcd.endpoint], prefix=prefix),
-    ]
-    assert _in_child(lambda: sum(_refusal_names_fork(call) for call in calls) + _closes(store, watch, etcd)) == 5
-    store.put("x", b"")
-    assert len(collect(watch, 1)) == 1
-    assert lease.alive
-    assert etcd.pid is not None
-
-
-def test_a_child_that_was_forked_when_no_store_was_open_opens_its_own(etcd: EmbeddedEtcd, prefix: str) -> None:
-    with EtcdStore([etcd.endpoint], prefix=prefix) as store:
-        revision = store.put("parent", b"")
-
-    def use_it() -> int:
-        with EtcdStore([etcd.endpoint], prefix=prefix) as own:
-            own.put("child", b"", lease=own.lease(5))
-            return len(collect(own.watch(from_revision=revision), 2))
-
-    assert _in_child(use_it) == 2
-
-
-def _in_child(function: Callable[[], int]) -> int:
-    """Run a function in a forked child and return its number; 99 if it raises or hangs."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            os._exit(function())
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _refusal_names_fork(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except StoreError as error:
-        return "forked" in str(error)
-    return False
-
-
-def _closes(*things: object) -> bool:
-    for thing in things:
-        getattr(thing, "close", getattr(thing, "stop", None))()  # type: ignore[misc]
-    return True
 
 
 @pytest.mark.parametrize(
