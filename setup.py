@@ -25,7 +25,6 @@ setup(
         "numpy>=1.26",
         # etcd3 0.12 does not import with protobuf 4 and later by itself; bamboo_ds.store.etcd_protobuf sees to that.
         "protobuf>=3.20",
-        "psutil>=6",
         "pydantic>=2.7,<3",
         "rich>=13",
         "typer>=0.12",
@@ -41,6 +40,7 @@ setup(
             "codespell>=2.3",
             "hypothesis>=6.100",
             "mypy>=1.11",
+            "psutil>=6",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "ruff>=0.6",

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch.distributed as torch_distributed
 
 from bamboo_ds.errors import BambooError, DataExhaustedError, DataMismatchError, NonFiniteLossError, PeerLostError
@@ -51,7 +52,7 @@ class BoundedStore:
 
     def __init__(self, store: Any) -> None:
         self._store, self.lost = store, False
-        self._port = _port_of(store)
+        self._connections = _connections_to(_port_of(store))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the store."""
@@ -74,15 +75,36 @@ class BoundedStore:
 
         A connection of our own for a try is no way to ask: many of them make torch's server hang.
         """
-        if self._port is None:
-            return True
-        ours = psutil.Process().net_connections("tcp")
-        states = {link.status for link in ours if link.raddr and link.raddr.port == self._port}
-        return not states or psutil.CONN_ESTABLISHED in states
+        return not self._connections or any(map(_is_open, self._connections))
 
     def has(self, key: str) -> bool:
         """Return whether a key exists."""
         return bool(self.call("check", [key]))
+
+
+def _connections_to(port: int | None) -> list[socket.socket]:
+    """Return this process's connections to a port, as sockets to look at (never to read from)."""
+    connections: list[socket.socket] = []
+    for name in os.listdir("/proc/self/fd") if port is not None else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1:2] == (port,):
+                connections.append(connection)
+            else:
+                connection.close()
+    return connections
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Return whether the other end still holds a connection."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def _port_of(store: Any) -> int | None:

@@ -140,13 +140,13 @@ def world_of_one(*, quiet: bool = False) -> Iterator[None]:
     """Run DeepSpeed code as a job of one process.
 
     Args:
-        quiet: keep DeepSpeed's rank-0 chatter to warnings, as every process believes it is rank 0. The user's own
+        quiet: keep DeepSpeed's rank-0 chatter to errors, as every process believes it is rank 0. The user's own
             output is not touched.
     """
     before, level = deepspeed_comm.cdb, logger.level
     deepspeed_comm.cdb = _SOLO
     if quiet:
-        logger.setLevel(max(level, logging.WARNING))
+        logger.setLevel(max(level, logging.ERROR))
     try:
         with _silent_prints() if quiet else contextlib.nullcontext():
             yield

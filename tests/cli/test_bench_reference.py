@@ -29,7 +29,7 @@ def whole_batch_loop(**settings: Any) -> list[float]:
         torch.manual_seed(job.base_seed + index)
         layers.append(spec.build())
     model = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.01, eps=1e-6)
     losses = []
     for step in range(job.steps):
         parts = [job.batch(step, micro_batch) for micro_batch in range(3)]

@@ -20,6 +20,7 @@ Connect = Callable[..., EtcdStore]
 
 BAMBOO = Login("bamboo", "secret")
 PREFIX = "/bamboo/test/"
+NEW_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
 
 
 def openssl(*arguments: str) -> None:
@@ -150,7 +151,7 @@ def test_an_encrypted_connection_wants_the_right_certificates(tmp_path: Path, co
         assert len(collect(store.watch(from_revision=revision), 1)) == 1
         for tls in (Tls(ca), Tls(), Tls(client[0], *client)):
             with pytest.raises(StoreUnavailableError):
-                connect([url], tls=tls).get("plan", timeout_seconds=1)
+                connect([url], tls=tls).get("plan", timeout_seconds=0.6)
     finally:
         etcd.stop()
 
@@ -163,7 +164,7 @@ def test_tls_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
 
 
 def certificate_authority(folder: Path) -> str:
-    subject = ["-subj", "/CN=bamboo test authority", "-days", "2", "-nodes", "-newkey", "rsa:2048"]
+    subject = ["-subj", "/CN=bamboo test authority", "-days", "2", "-nodes", *NEW_KEY]
     openssl("req", "-x509", *subject, "-keyout", f"{folder}/ca.key", "-out", f"{folder}/ca.pem")
     return f"{folder}/ca.pem"
 
@@ -171,7 +172,7 @@ def certificate_authority(folder: Path) -> str:
 def sign(folder: Path, name: str) -> tuple[str, str]:
     """Return certificate and key for 127.0.0.1."""
     key, request, pem = (f"{folder}/{name}.{ending}" for ending in ("key", "csr", "pem"))
-    openssl("req", "-subj", f"/CN={name}", "-nodes", "-newkey", "rsa:2048", "-keyout", key, "-out", request)
+    openssl("req", "-subj", f"/CN={name}", "-nodes", *NEW_KEY, "-keyout", key, "-out", request)
     (folder / "san").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
     authority = ["-CA", f"{folder}/ca.pem", "-CAkey", f"{folder}/ca.key", "-CAcreateserial"]
     openssl("x509", "-req", "-in", request, *authority, "-days", "2", "-extfile", f"{folder}/san", "-out", pem)

@@ -124,17 +124,17 @@ def test_a_watcher_tells_silence_from_no_news(own_etcd: EmbeddedEtcd, connect: C
     revision = store.put("plan", b"1", timeout_seconds=5)
     watch = store.watch(from_revision=revision)
     collect(watch, 1)
-    for _ in range(4):
+    for _ in range(3):
         assert watch.next(0.6) == ()  # no news, and the server answers when asked for a sign of life
     stop(own_etcd)
-    silences = []
+    silence = ""
     for _ in range(6):
         try:
             assert watch.next(0.5) == ()
         except StoreUnavailableError as error:
-            silences.append(str(error))
-    assert silences
-    assert "nothing heard from etcd" in silences[0]
+            silence = str(error)
+            break
+    assert "nothing heard from etcd" in silence
     own_etcd.signal(signal.SIGCONT)
     second = insist(lambda: store.put("plan", b"2"))
     assert second in [event.revision for event in collect(watch, 1)]

@@ -167,7 +167,7 @@ def _bamboo_builder(job: Job, stages: int, mode: str) -> Any:
 
 def _pace(setting: Setting, *, quick: bool) -> Pace:
     if quick:
-        return Pace(rounds=3 if setting.paced else 2, steps=3, warm_up_steps=3, timeout_seconds=60.0)
+        return Pace(rounds=3 if setting.paced else 1, steps=3, warm_up_steps=3, timeout_seconds=60.0)
     return Pace(rounds=10, steps=3, warm_up_steps=8, timeout_seconds=400.0)
 
 

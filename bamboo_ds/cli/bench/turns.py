@@ -72,8 +72,9 @@ def take_turns(contestants: Sequence[Contestant], world_size: int, pace: Pace) -
     ports = [free_port() for _ in range(len(contestants) + 1)]
     arguments = (contestants, world_size, pace, ports)
     total = len(contestants) * world_size
-    seconds = {"timeout_seconds": pace.timeout_seconds, "grace_seconds": _GRACE_SECONDS}
-    results = values(run_workers(_worker, total, args=arguments, **seconds))
+    timeout = pace.timeout_seconds
+    workers = run_workers(_worker, total, args=arguments, timeout_seconds=timeout, grace_seconds=_GRACE_SECONDS)
+    results = values(workers)
     return {
         contestant.name: _timed(results[index * world_size : (index + 1) * world_size])
         for index, contestant in enumerate(contestants)
