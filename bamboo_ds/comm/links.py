@@ -24,7 +24,7 @@ from bamboo_ds.comm.wire import HEADER_BYTES, Address, Header, TensorMeta, decod
 from bamboo_ds.errors import BambooError, PeerLostError, ScheduleError
 
 _FOREVER = timedelta(days=3650)
-_LOOK_SECONDS = 0.05  # between two looks at the plan while a wait lasts
+_LOOK_SECONDS = 0.25  # between two looks at the plan while a wait lasts; shorter waits never look
 _JOIN_SECONDS = 2.0
 
 

@@ -47,7 +47,10 @@ class ActivationSwap:
         if storage not in self._seen:
             self._seen.add(storage)
             self.saved_bytes += tensor.numel() * tensor.element_size()
-        return self._to_host(tensor) if self._enabled and tensor.device.type != "cpu" else tensor
+        if self._enabled and tensor.device.type != "cpu":
+            return self._to_host(tensor)
+        # Not the tensor itself: an output that its own graph saves would hold that graph for ever.
+        return tensor.detach()
 
     def _to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device, Any]:
         accelerator = get_accelerator()

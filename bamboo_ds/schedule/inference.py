@@ -41,7 +41,7 @@ class BambooInferenceSchedule(InferenceSchedule):
         return 1
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)
 def _steps(micro_batches: int, stages: int, owned: tuple[int, ...]) -> tuple[tuple[Instruction, ...], ...]:
     order = clock_order(owned, stages=stages, micro_batches=micro_batches)
     forwards = (operation for operation in order if operation.kind is Kind.FORWARD)

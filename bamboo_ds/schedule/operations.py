@@ -93,7 +93,7 @@ def validate(owned: Iterable[int], *, stages: int, micro_batches: int) -> tuple[
     return chosen
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _clock_order(owned: tuple[int, ...], stages: int, micro_batches: int) -> tuple[Operation, ...]:
     operations = [
         Operation(kind, stage, micro_batch)

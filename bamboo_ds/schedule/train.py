@@ -65,7 +65,7 @@ class BambooTrainSchedule(TrainSchedule):
         return max(min(self.stages - stage, self.micro_batches) for stage in self.owned)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)
 def _steps(
     micro_batches: int,
     stages: int,

@@ -75,7 +75,7 @@ def frc_share(
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def eager_bound(stages: int, micro_batches: int, costs: StageCosts) -> float:
     """Return a lower bound of step time with "eflb" over step time with "off", 1.0 or more (see `bound`).
 
@@ -86,14 +86,14 @@ def eager_bound(stages: int, micro_batches: int, costs: StageCosts) -> float:
     return least_eager_seconds(plain, costs) / plain.step_seconds if stages > 1 else 1.0
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _plain(stages: int, micro_batches: int) -> Orders:
     return MappingProxyType(
         {stage: clock_order((stage,), stages=stages, micro_batches=micro_batches) for stage in range(stages)}
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _fit(stages: int, micro_batches: int, costs: StageCosts) -> Orders:
     timeline = simulate(_plain(stages, micro_batches), costs)
     return MappingProxyType({stage: _fill(stage, timeline, micro_batches, costs) for stage in range(stages)})
@@ -115,7 +115,7 @@ def _fill(worker: int, timeline: Timeline, micro_batches: int, costs: StageCosts
     return (*order, *plain[copied:])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _eflb(stages: int, micro_batches: int, costs: StageCosts) -> Orders:
     plain = _plain(stages, micro_batches)
     latest = {worker: _beside(Kind.BACKWARD, worker, plain[worker], stages) for worker in plain}

@@ -135,6 +135,20 @@ _SOLO = SoloBackend()
 _PRINTING = (deepspeed_module, deepspeed_topology)
 
 
+class _Chatter(logging.Filter):
+    """Holds back DeepSpeed's log below errors while `quiet`: changing its level would clear every logger's cache."""
+
+    quiet = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown."""
+        return not self.quiet or record.levelno >= logging.ERROR
+
+
+_CHATTER = _Chatter()
+logger.addFilter(_CHATTER)
+
+
 @contextlib.contextmanager
 def world_of_one(*, quiet: bool = False) -> Iterator[None]:
     """Run DeepSpeed code as a job of one process.
@@ -143,16 +157,13 @@ def world_of_one(*, quiet: bool = False) -> Iterator[None]:
         quiet: keep DeepSpeed's rank-0 chatter to errors, as every process believes it is rank 0. The user's own
             output is not touched.
     """
-    before, level = deepspeed_comm.cdb, logger.level
-    deepspeed_comm.cdb = _SOLO
-    if quiet:
-        logger.setLevel(max(level, logging.ERROR))
+    before, was_quiet = deepspeed_comm.cdb, _CHATTER.quiet
+    deepspeed_comm.cdb, _CHATTER.quiet = _SOLO, quiet or was_quiet
     try:
         with _silent_prints() if quiet else contextlib.nullcontext():
             yield
     finally:
-        deepspeed_comm.cdb = before
-        logger.setLevel(level)
+        deepspeed_comm.cdb, _CHATTER.quiet = before, was_quiet
 
 
 @contextlib.contextmanager
