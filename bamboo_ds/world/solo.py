@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import deepspeed.comm.comm as deepspeed_comm
@@ -132,9 +133,6 @@ class SoloBackend(Backend):
 _SOLO = SoloBackend()
 
 
-_PRINTING = (deepspeed_module, deepspeed_topology)
-
-
 class _Chatter(logging.Filter):
     """Holds back DeepSpeed's log below errors while `quiet`: changing its level would clear every logger's cache."""
 
@@ -160,19 +158,20 @@ def world_of_one(*, quiet: bool = False) -> Iterator[None]:
     before, was_quiet = deepspeed_comm.cdb, _CHATTER.quiet
     deepspeed_comm.cdb, _CHATTER.quiet = _SOLO, quiet or was_quiet
     try:
-        with _silent_prints() if quiet else contextlib.nullcontext():
+        # The topology it would print is that of the world of one.
+        with _silent_prints(deepspeed_topology, *((deepspeed_module,) if quiet else ())):
             yield
     finally:
         deepspeed_comm.cdb, _CHATTER.quiet = before, was_quiet
 
 
 @contextlib.contextmanager
-def _silent_prints() -> Iterator[None]:
-    """Shadow `print` in the two DeepSpeed modules that print."""
-    for module in _PRINTING:
+def _silent_prints(*modules: ModuleType) -> Iterator[None]:
+    """Shadow `print` in modules of DeepSpeed that print."""
+    for module in modules:
         module.__dict__["print"] = lambda *_, **__: None
     try:
         yield
     finally:
-        for module in _PRINTING:
+        for module in modules:
             module.__dict__.pop("print", None)
