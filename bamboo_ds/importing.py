@@ -1,8 +1,8 @@
 """Runs a function right after a module has been imported, whoever imports it.
 
 `import bamboo_ds` must cost nothing (the command line has to start at once), but DeepSpeed's CPU shared-memory op
-must be forbidden before the user's script calls
-`deepspeed.init_distributed`. So the ban waits for the import of the module that builds the op.
+must be forbidden before the user's script calls `deepspeed.init_distributed`. So the ban waits for the import of the
+module that builds the op.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The key-value store under our process groups.
 
 Gloo and NCCL bootstrap a group through a `torch.distributed.Store`: each member writes its address and waits for the
-others'. Stock stores block in C++ until their
-time-out. This one polls, so a wait ends when the plan changes or the deadline passes, and the construction of a
-group ends with it.
+others'. Stock stores block in C++ until their time-out. This one polls, so a wait ends when the plan changes or the
+deadline passes, and the construction of a group ends with it.
 """
 
 from __future__ import annotations

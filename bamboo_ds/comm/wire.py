@@ -1,8 +1,7 @@
 """The binary form of a message between stages: a fixed header, then the bytes of each tensor.
 
 Dtype, shape and whether a gradient is expected travel with every message, so a shape may change from one micro-batch
-to the next and a tuple may mix any dtypes.
-No pickle crosses the wire.
+to the next and a tuple may mix any dtypes. No pickle crosses the wire.
 """
 
 from __future__ import annotations

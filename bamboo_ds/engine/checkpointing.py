@@ -1,8 +1,8 @@
 """Checkpoints in DeepSpeed's files, for a job of the same shape.
 
 Each stage's owner in pipeline 0 writes what stock DeepSpeed's would: one file per layer and one per stage, with the
-optimizer state of the stage's own parameters only. A worker reads its own stage's
-file, and that of the stage it shadows for its redundant layers.
+optimizer state of the stage's own parameters only. A worker reads its own stage's file, and that of the stage it
+shadows for its redundant layers.
 """
 
 from __future__ import annotations

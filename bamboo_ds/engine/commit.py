@@ -1,8 +1,7 @@
 """Carries votes to a decision.
 
 A `Committer` is how the workers of a step come to one `Decision`. Here they exchange their votes and each tallies
-them; a coordinator that reads votes from a store and writes the decision
-takes its place without the engine noticing.
+them; a coordinator that reads votes from a store and writes the decision takes its place without the engine noticing.
 """
 
 from __future__ import annotations

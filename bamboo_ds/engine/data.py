@@ -1,9 +1,9 @@
 """Draws micro-batches, and keeps those of the running step.
 
 The first and the last stage of a pipeline both draw (one needs inputs, the other labels), and so does the shadow of
-the first stage, which is the last. All draw micro-batch m under a
-seed of its position in training, so a shuffle or a random crop comes out alike on each of them, seeded by the user
-or not; a checksum that travels through the pipeline proves it.
+the first stage, which is the last. All draw micro-batch m under a seed of its position in training, so a shuffle or a
+random crop comes out alike on each of them, seeded by the user or not; a checksum that travels through the pipeline
+proves it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`BambooPipelineEngine`: a DeepSpeed `PipelineEngine` whose stages live in other processes that may vanish.
 
 DeepSpeed constructs it as the engine of a job of one process. Then it takes its place in the plan: its stage, its
-share of the micro-batches, its links. From there on DeepSpeed's own code still
-runs the step (timers, schedules, learning rates, monitors, printing) and Bamboo runs what crosses a process boundary.
+share of the micro-batches, its links. From there on DeepSpeed's own code still runs the step (timers, schedules,
+learning rates, monitors, printing) and Bamboo runs what crosses a process boundary.
 """
 
 from __future__ import annotations

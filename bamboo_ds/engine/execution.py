@@ -1,8 +1,7 @@
 """Executes the instructions of a schedule on tensors: one method per instruction.
 
 Every method names a stage and a micro-batch; what it reads and leaves is in the `StepState`. DeepSpeed's own
-`_exec_*` work on numbered buffers and on blocking sends between ranks, and are all
-replaced.
+`_exec_*` work on numbered buffers and on blocking sends between ranks, and are all replaced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Reduces gradients among all holders of a layer, out of place.
 
-The gradient group of a stage is its owners in all pipelines plus their shadows: owners contribute, shadows
-contribute zeros, all receive the sum, so original and replica step the same
-numbers. A tied layer is one unit, reduced among the holders of all stages that use it: every parameter of it stays
-equal, whatever the user named. Local gradients stay as they are until the commit, so that a reduction
-can be repeated without a member that died in it.
+The gradient group of a stage is its owners in all pipelines plus their shadows: owners contribute, shadows contribute
+zeros, all receive the sum, so original and replica step the same numbers. A tied layer is one unit, reduced among the
+holders of all stages that use it: every parameter of it stays equal, whatever the user named. Local gradients stay as
+they are until the commit, so that a reduction can be repeated without a member that died in it.
 """
 
 from __future__ import annotations

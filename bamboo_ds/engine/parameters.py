@@ -1,8 +1,8 @@
 """Gives the optimizer the redundant parameters, each in the group that its owner put it in.
 
-A shadow steps the layers of the next stage with the same numbers, so it needs the same learning rate and weight
-decay for each. Users express those as parameter groups of their own
-stage's parameters; the workers tell one another which parameter (by layer and name) is in which group.
+A shadow steps the layers of the next stage with the same numbers, so it needs the same learning rate and weight decay
+for each. Users express those as parameter groups of their own stage's parameters; the workers tell one another which
+parameter (by layer and name) is in which group.
 """
 
 from __future__ import annotations

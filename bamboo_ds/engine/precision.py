@@ -1,9 +1,8 @@
 """Mixed precision: low-precision weights with fp32 masters, parameter by parameter.
 
 DeepSpeed's bf16 and fp16 optimizers flatten all weights into one tensor and clip by their local norm. Layers that
-come and go need state that follows the parameter, and the norm is a global
-fact decided at the commit; so masters, gradients and optimizer state are kept per parameter here, and clipping is
-done before `step`.
+come and go need state that follows the parameter, and the norm is a global fact decided at the commit; so masters,
+gradients and optimizer state are kept per parameter here, and clipping is done before `step`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps what redundant forwards save for backward in host memory.
 
 A redundant forward is run for the case that a node dies; until then its saved tensors would only fill the
-accelerator. Saved-tensor hooks move them to pinned host memory on a stream of
-their own, and back if a backward is ever run. Weights are not moved: they live on the device anyway.
+accelerator. Saved-tensor hooks move them to pinned host memory on a stream of their own, and back if a backward is
+ever run. Weights are not moved: they live on the device anyway.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Answers who-is-where questions from the plan, in the words of DeepSpeed's `PipelineParallelGrid`.
 
-User scripts ask `engine.grid`, `engine.mpu` or `model.mpu()` for their rank along an axis, to pick their share of
-the data or to print once. DeepSpeed's own grid would answer
-for its world of one; this one answers truly. It has no process groups: a group that cannot lose a member is what
-Bamboo avoids.
+User scripts ask `engine.grid`, `engine.mpu` or `model.mpu()` for their rank along an axis, to pick their share of the
+data or to print once. DeepSpeed's own grid would answer for its world of one; this one answers truly. It has no
+process groups: a group that cannot lose a member is what Bamboo avoids.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Builds layers so that every holder of a layer starts with the same weights.
 
 DeepSpeed draws the weights of a stage from whatever the random generator holds when it builds it, so they depend on
-the partition. Here the generator is seeded before each
-layer, from its global index. What was drawn is then put back, so building layers leaves no trace in the user's
-random numbers.
+the partition. Here the generator is seeded before each layer, from its global index. What was drawn is then put back,
+so building layers leaves no trace in the user's random numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A `PipelineModule` that builds its own stage and, off the module tree, the redundant layers of the next.
 
 DeepSpeed sees a world of one, so its module would hold all layers. `_partition_layers` is where a stage is chosen,
-and there the plan's stage is put in.
-The redundant layers are kept off the tree: `parameters()`, parameter counts and checkpoints then show the own stage
-only, as users and DeepSpeed expect.
+and there the plan's stage is put in. The redundant layers are kept off the tree: `parameters()`, parameter counts and
+checkpoints then show the own stage only, as users and DeepSpeed expect.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The commit: all live workers agree that a step's gradients are complete, and on the three facts that are global.
 
 Each worker casts a `Vote` when the sums of its own and of its redundant stage have arrived; `tally` makes the one
-`Decision` of them. It is pure, so
-the plain exchange between workers and a coordinator that reads votes from a store decide alike.
+`Decision` of them. It is pure, so the plain exchange between workers and a coordinator that reads votes from a store
+decide alike.
 
 Sums are taken in the order of layers and micro-batches, in double precision, never in the order of workers: the norm
-and the loss then have the same bits for every
-number of stages.
+and the loss then have the same bits for every number of stages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Seeds as pure functions of a position in training.
 
 A pipeline changes shape while it trains, and a lost forward is run again by another worker. Both must draw the same
-random numbers as
-the undisturbed run, so no seed may depend on a rank, a stage or on what was drawn before: it is a hash of where we
-are.
+random numbers as the undisturbed run, so no seed may depend on a rank, a stage or on what was drawn before: it is a
+hash of where we are.
 """
 
 from __future__ import annotations

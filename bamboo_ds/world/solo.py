@@ -1,8 +1,8 @@
 """Shows DeepSpeed a world of one.
 
 DeepSpeed's collectives cannot survive a dead peer, so it never gets one: while DeepSpeed's own code runs, its
-communication backend is a `SoloBackend`, in which
-every collective is the identity. Outside, `deepspeed.comm` and `torch.distributed` answer truly to the user's code.
+communication backend is a `SoloBackend`, in which every collective is the identity. Outside, `deepspeed.comm` and
+`torch.distributed` answer truly to the user's code.
 """
 
 from __future__ import annotations
