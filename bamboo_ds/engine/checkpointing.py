@@ -109,8 +109,7 @@ class Checkpointing(Evaluation):
                 load_module_only=load_module_only,
             )
             self._load_held(load_dir, tag, own, load_optimizer_states and not load_module_only)
-        if self.training_data is not None:
-            self._set_training_data(self.training_data)
+        self._set_training_data(self.training_data)
         return loaded
 
     def _read_stage(self, load_dir: str, tag: str, stage: int) -> dict[str, Any]:

@@ -6,13 +6,11 @@ them; a coordinator that reads votes from a store and writes the decision takes 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Protocol
 
 from bamboo_ds.comm import Group
 from bamboo_ds.errors import ScheduleError
-from bamboo_ds.plan import Decision, Vote, tally
+from bamboo_ds.plan import Decision, Vote, codec, tally
 
 
 class Committer(Protocol):
@@ -40,20 +38,8 @@ class ExchangeCommitter:
             NonFiniteLossError: on every worker alike.
             PeerLostError: a worker does not vote.
         """
-        votes = [decode_vote(row) for row in self._world.gather_bytes(encode_vote(vote))]
+        votes = [codec.decode(Vote, row) for row in self._world.gather_bytes(codec.encode(vote))]
         steps = {other.step for other in votes}
         if steps != {vote.step}:
             raise ScheduleError(f"workers vote on different steps: {sorted(steps)}")
         return tally(votes, loss_scale=loss_scale)
-
-
-def encode_vote(vote: Vote) -> bytes:
-    """Return a vote as JSON; floats keep all their bits."""
-    return json.dumps(asdict(vote)).encode()
-
-
-def decode_vote(raw: bytes) -> Vote:
-    """Rebuild a vote from JSON."""
-    fields = json.loads(raw)
-    fields["losses"] = {int(micro_batch): loss for micro_batch, loss in fields["losses"].items()}
-    return Vote(**fields)

@@ -7,6 +7,7 @@ learning rates, monitors, printing) and Bamboo runs what crosses a process bound
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -175,8 +176,7 @@ class BambooPipelineEngine(Checkpointing):
             )
         self._config.train_batch_size, self._config.gradient_accumulation_steps = train_batch_size, micro_batches
         self._take_share(micro_batches)
-        if self.training_data is not None:
-            self._set_training_data(self.training_data)
+        self._set_training_data(self.training_data)
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -254,7 +254,6 @@ class BambooPipelineEngine(Checkpointing):
     def _vote(self) -> Vote:
         norms = self._reducer.squared_norms()
         losses = {self.micro_batch_range[m]: float(loss) for m, loss in self._state.losses.items()}
-        fp16 = self._loss_scale() != 1.0
         return Vote(
             worker=self._source.worker,
             step=self._state.step,
@@ -265,7 +264,7 @@ class BambooPipelineEngine(Checkpointing):
             additional_losses={
                 name: float(total) / self.micro_batches for name, total in self._state.additional_losses.items()
             },
-            overflow=fp16 and not all(map(_finite, norms.values())),
+            overflow=self.fp16_enabled() and not all(map(math.isfinite, norms.values())),
             forward_seconds=self._clock.seconds("forward"),
             backward_seconds=self._clock.seconds("backward"),
             buffers_changed=self._replicas.changed(),
@@ -359,7 +358,3 @@ class BambooPipelineEngine(Checkpointing):
         """Close, and free what DeepSpeed's engine holds."""
         self.close()
         super().destroy()
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0

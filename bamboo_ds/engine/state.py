@@ -45,7 +45,6 @@ class StepState:
         redundant: likewise for redundant forwards.
         losses: detached loss by micro-batch of the share.
         additional_losses: sums of the module's own named losses.
-        outputs: detached last-stage outputs where they are asked for (evaluation).
     """
 
     step: int

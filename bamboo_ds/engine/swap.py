@@ -25,14 +25,14 @@ class ActivationSwap:
 
     def __init__(self, *, enabled: bool, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._enabled, self._parameters = enabled, parameters
-        self._held: set[int] = set()
+        self._held: set[int] | None = None
         self._seen: set[int] = set()
         self._stream: Any = None
         self.saved_bytes = 0
 
     def begin_step(self) -> None:
         """Forget the counts; parameters may have moved since the last step."""
-        self._held = {parameter.untyped_storage().data_ptr() for parameter in self._parameters()}
+        self._held = None
         self._seen = set()
         self.saved_bytes = 0
 
@@ -41,6 +41,9 @@ class ActivationSwap:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._held is None:
+            # Only now: a step without redundant forwards need not look.
+            self._held = {parameter.untyped_storage().data_ptr() for parameter in self._parameters()}
         storage = tensor.untyped_storage().data_ptr()
         if storage in self._held:
             return tensor

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.engine.commit import decode_vote, encode_vote
 from bamboo_ds.errors import NonFiniteLossError
 from bamboo_ds.plan import Vote, static_plan, tally
+from bamboo_ds.plan.codec import decode, encode
 
 NUMBERS = st.floats(0, 1e6, allow_nan=False)
 LAYERS = 8
@@ -124,10 +124,10 @@ def test_a_vote_survives_the_wire_with_all_its_bits(
         worker=3, step=2**40, pipeline=1, stage=2, squared_norms=norms, losses=losses, overflow=flag,
         additional_losses=norms, forward_seconds=0.1, backward_seconds=1 / 3, buffers_changed=not flag,
     )  # fmt: skip
-    assert decode_vote(encode_vote(vote)) == vote
+    assert decode(Vote, encode(vote)) == vote
 
 
 def test_a_vote_of_nan_survives_the_wire() -> None:
-    found = decode_vote(encode_vote(Vote(worker=0, step=0, pipeline=0, stage=0, losses={1: math.nan, 2: -math.inf})))
+    found = decode(Vote, encode(Vote(worker=0, step=0, pipeline=0, stage=0, losses={1: math.nan, 2: -math.inf})))
     assert math.isnan(found.losses[1])
     assert found.losses[2] == -math.inf
