@@ -13,6 +13,9 @@
           +-- DataMismatchError       the first and last stage hold different samples: make their loaders agree
           +-- NonFiniteLossError      a loss is NaN or infinite: look at the named step and micro-batch
           +-- EngineStoppedError      the engine failed before and was used again: make a new one
+          +-- PlanChangedError        the cluster has a newer plan than the one waited under: go on under that one
+          +-- EvictedError            the cluster declared this worker dead: stop at once, write nothing more
+          +-- RefusedError            this worker's model or config is not the job's: make them equal
           +-- StoreError              the cluster's store refused: the message says what to change
                +-- ConflictError           did not happen, someone else was first: read again, then decide anew
                +-- StoreUnavailableError   may have happened: read back before you do it again
@@ -33,10 +36,13 @@ __all__ = [
     "DataExhaustedError",
     "DataMismatchError",
     "EngineStoppedError",
+    "EvictedError",
     "InfeasiblePlanError",
     "LeaseLostError",
     "NonFiniteLossError",
     "PeerLostError",
+    "PlanChangedError",
+    "RefusedError",
     "ScheduleError",
     "StoreError",
     "StoreUnavailableError",
@@ -91,6 +97,21 @@ class NonFiniteLossError(BambooError):
 
 class EngineStoppedError(BambooError):
     """Report the use of an engine after a failure left it without a valid state."""
+
+
+class PlanChangedError(BambooError):
+    """Report a wait that ended because the plan it waited under was replaced; the message says by which, and why."""
+
+
+class EvictedError(BambooError):
+    """Report that the plan calls this worker dead: it stops at once, and sends, votes and writes nothing more.
+
+    The others train on without it. Its agent may start another worker, under another id.
+    """
+
+
+class RefusedError(BambooError):
+    """Report a worker that the job does not take, as its model or config differs; the job goes on without it."""
 
 
 class StoreError(BambooError):

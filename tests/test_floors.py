@@ -17,9 +17,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "bamboo_ds"
 FLOORS = [
     {"cli"},
     {"initialize"},
-    {"engine", "elastic", "simulator"},
-    {"module", "schedule", "comm", "models", "store", "checkpoint"},
+    {"engine", "simulator"},
+    {"module", "schedule", "comm", "models", "checkpoint"},
     {"world"},
+    {"elastic"},
+    {"store"},
     {"plan"},
     {"config"},
     {"errors", "importing", "clock"},
@@ -29,7 +31,7 @@ FLOORS = [
 WIRING = {"", "initialize", "initialization", "patch", "patching", "__main__"}
 """The modules of the room `initialize`, the only one that knows all others; "" is the front door, __init__.py."""
 
-PURE = {"plan", "config", "errors", "importing", "clock", "store"}
+PURE = {"plan", "config", "errors", "importing", "clock", "store", "elastic"}
 """Rooms that must load in well under a second: torch and deepspeed only inside a function, if at all."""
 
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -7,6 +7,7 @@ to be imported, so a bad config is reported in well under a second.
 
 from bamboo_ds.config.batch import BatchSizes, resolve_batch_sizes
 from bamboo_ds.config.block import BambooConfig, Redundancy, bamboo_block
+from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.config.solo import Precision, gradient_clipping, precision, solo_config
 from bamboo_ds.config.source import load_deepspeed_config
 from bamboo_ds.config.supported import check_supported
@@ -14,6 +15,7 @@ from bamboo_ds.config.supported import check_supported
 __all__ = [
     "BambooConfig",
     "BatchSizes",
+    "EtcdConfig",
     "Precision",
     "Redundancy",
     "bamboo_block",

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.plan.cluster import Bounds, Node
-from bamboo_ds.plan.commit import Decision, Vote
+from bamboo_ds.plan.commit import Ballot, Decision, Outcome, Vote
+from bamboo_ds.plan.job import JobSettings, JobSpec, Roster
 from bamboo_ds.plan.membership import LinkReport
 from bamboo_ds.plan.plan import Plan
 
@@ -31,22 +33,29 @@ RECORDS: Mapping[type[Any], str] = {
     LinkReport: "link_report",
     Vote: "vote",
     Decision: "decision",
+    Ballot: "ballot",
+    Outcome: "outcome",
+    Roster: "roster",
+    JobSpec: "job_spec",
+    JobSettings: "job_settings",
 }
 """What may be written, and its name in the text."""
 
 _ADAPTERS: Mapping[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in RECORDS}
 
-Record = TypeVar("Record", Plan, Node, Bounds, LinkReport, Vote, Decision)
+Record = TypeVar(
+    "Record", Plan, Node, Bounds, LinkReport, Vote, Decision, Ballot, Outcome, Roster, JobSpec, JobSettings
+)
 
 
 def encode(record: Record) -> bytes:
     """Return the text of a record, the same for equal records."""
-    fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
+    found = {name: getattr(record, name) for name in record.__dataclass_fields__}
     if isinstance(record, Plan):
-        fields["dead"] = _ranges(record.dead)
+        found["dead"] = _ranges(record.dead)
         if record.homes == record.owners:
-            del fields["homes"]
-    text = {"record": RECORDS[type(record)], "schema": SCHEMA, **fields}
+            del found["homes"]
+    text = {"record": RECORDS[type(record)], "schema": SCHEMA, **found}
     return json.dumps(text, default=_plain, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -60,11 +69,11 @@ def decode(kind: type[Record], data: bytes | str) -> Record:
     Raises:
         ConfigError: the text is of another record, another schema or malformed.
     """
-    fields = _opened(kind, data)
+    found = _opened(kind, data)
     try:
         if kind is Plan:
-            fields["dead"] = _members(fields.get("dead", []))
-        record: Record = _ADAPTERS[kind].validate_json(json.dumps(fields), strict=True)
+            found["dead"] = _members(found.get("dead", []))
+        record: Record = _ADAPTERS[kind].validate_json(json.dumps(found), strict=True)
     except (ValidationError, TypeError, ValueError) as error:
         raise ConfigError(f"{_name(kind)} in the store is malformed: {error}; {_REMEDY}") from None
     return record
@@ -80,23 +89,25 @@ def _name(kind: type[Any]) -> str:
 def _opened(kind: type[Any], data: bytes | str) -> dict[str, Any]:
     """Return the fields of a text, after a look at its name, schema number and keys."""
     try:
-        fields = json.loads(data)
+        text = json.loads(data)
     except ValueError as error:
         raise ConfigError(f"{_name(kind)} in the store is no JSON: {error}; {_REMEDY}") from None
-    found = (fields.pop("record", None), fields.pop("schema", None)) if isinstance(fields, dict) else (None, None)
+    found = (text.pop("record", None), text.pop("schema", None)) if isinstance(text, dict) else (None, None)
     if found != (RECORDS[kind], SCHEMA):
         raise ConfigError(
             f"the store holds record {found[0]!r} of schema {found[1]!r}, wanted {RECORDS[kind]!r} of schema {SCHEMA}; "
             f"{_REMEDY}"
         )
-    unknown = sorted(fields.keys() - kind.__dataclass_fields__.keys())
+    unknown = sorted(text.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         raise ConfigError(f"{_name(kind)} in the store has unknown keys {unknown}; {_REMEDY}")
-    return dict(fields)
+    return dict(text)
 
 
 def _plain(value: object) -> object:
-    """Return what JSON has for a set or a mapping."""
+    """Return what JSON has for a set, a mapping, or a record inside of a record."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, Mapping):

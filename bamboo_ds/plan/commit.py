@@ -50,6 +50,32 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
+class Ballot:
+    """The votes of one pipeline, as its spokesman writes them to the store.
+
+    Attributes:
+        votes: one per live worker of the pipeline.
+        loss_scale: factor that is still in the gradients (fp16).
+    """
+
+    votes: tuple[Vote, ...]
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the coordinator writes when all ballots are in: a decision, or why there can be none.
+
+    Attributes:
+        decision: None when the step cannot be committed.
+        refusal: text of the `NonFiniteLossError` that all workers raise.
+    """
+
+    decision: Decision | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What all workers do at the end of a step.
 
@@ -72,6 +98,16 @@ class Decision:
     overflow: bool
     stage_seconds: tuple[tuple[float, float], ...]
     buffer_stages: frozenset[int]
+
+
+def settle(ballots: Iterable[Ballot]) -> Outcome:
+    """Make the outcome of a step of the ballots of all its pipelines."""
+    cast = list(ballots)
+    try:
+        votes = [vote for ballot in cast for vote in ballot.votes]
+        return Outcome(decision=tally(votes, loss_scale=cast[0].loss_scale))
+    except NonFiniteLossError as error:
+        return Outcome(refusal=str(error))
 
 
 def tally(votes: Iterable[Vote], *, loss_scale: float = 1.0) -> Decision:
