@@ -23,8 +23,10 @@ setup(
         "grpcio>=1.60",
         "hjson>=3.1",
         "numpy>=1.26",
+        "prometheus-client>=0.20",
         # etcd3 0.12 does not import with protobuf 4 and later by itself; bamboo_ds.store.etcd_protobuf sees to that.
         "protobuf>=3.20",
+        "psutil>=6",
         "pydantic>=2.7,<3",
         "rich>=13",
         "typer>=0.12",
@@ -40,7 +42,6 @@ setup(
             "codespell>=2.3",
             "hypothesis>=6.100",
             "mypy>=1.11",
-            "psutil>=6",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "ruff>=0.6",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds import errors
-from bamboo_ds.importing import forbid_shared_memory_op
+from bamboo_ds.importing import divert, forbid_shared_memory_op
 
 if TYPE_CHECKING:
     from bamboo_ds.engine import BambooPipelineEngine
@@ -26,7 +28,24 @@ _HOMES = {
 }
 
 
+def _join_when_asked() -> None:
+    """In a worker of an agent: let the script's own calls for a process group join the cluster."""
+
+    def home() -> Any:
+        from bamboo_ds.world import bootstrap
+
+        return bootstrap
+
+    divert("deepspeed.comm.comm", "mpi_discovery", lambda: home().discover)
+    divert("torch.distributed.distributed_c10d", "init_process_group", lambda: home().init_process_group)
+    if "torch.distributed" in sys.modules:  # it has copied the name
+        module = sys.modules["torch.distributed.distributed_c10d"]
+        sys.modules["torch.distributed"].init_process_group = module.init_process_group  # type: ignore[attr-defined]
+
+
 forbid_shared_memory_op()
+if "BAMBOO_MEMBERSHIP" in os.environ:
+    _join_when_asked()
 
 
 def __getattr__(name: str) -> Any:

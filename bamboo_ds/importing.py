@@ -2,11 +2,12 @@
 
 `import bamboo_ds` must cost nothing (the command line has to start at once), but DeepSpeed's CPU shared-memory op
 must be forbidden before the user's script calls `deepspeed.init_distributed`. So the ban waits for the import of the
-module that builds the op.
+module that builds the op. Likewise calls of the script's own that must lead into the cluster.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -22,6 +23,32 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, action))
+
+
+def divert(module: str, function: str, handler: Callable[[], Callable[..., Any]]) -> None:
+    """Let calls of a module's function go to another one, which gets the stock function before the arguments.
+
+    May be done again: the first handler stays.
+
+    Args:
+        module: its name; it may be imported already, or later, or never.
+        function: of the module.
+        handler: returns where calls go; asked at each of them, so that it may import what is not loaded yet.
+    """
+
+    def replace(found: ModuleType) -> None:
+        stock = getattr(found, function)
+        if hasattr(stock, "bamboo_stock"):
+            return
+
+        @functools.wraps(stock)
+        def diverted(*args: Any, **kwargs: Any) -> Any:
+            return handler()(stock, *args, **kwargs)
+
+        diverted.bamboo_stock = stock  # type: ignore[attr-defined]
+        setattr(found, function, diverted)
+
+    after_import(module, replace)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -20,16 +20,20 @@ from bamboo_ds.config import (
     BambooConfig,
     bamboo_block,
     check_supported,
+    flat_settings,
     load_deepspeed_config,
     resolve_batch_sizes,
     solo_config,
 )
 from bamboo_ds.engine import BambooPipelineEngine, with_redundant
+from bamboo_ds.engine.commit import Committer, ExchangeCommitter, StoreCommitter
 from bamboo_ds.engine.gradients import reductions_of
 from bamboo_ds.errors import ConfigError, InfeasiblePlanError, UnsupportedFeatureError
 from bamboo_ds.module import BambooPipelineModule, adopt
-from bamboo_ds.plan import StaticPlanSource
-from bamboo_ds.world import FailureBoard, Guard, World, init_distributed, world_of_one
+from bamboo_ds.module.seat import refuse_late_settings
+from bamboo_ds.plan import PlanSource, StaticPlanSource
+from bamboo_ds.plan.job import JobSettings
+from bamboo_ds.world import Guard, World, init_distributed, world_of_one
 
 _stock_initialize = deepspeed.initialize
 _instances = itertools.count()
@@ -130,27 +134,56 @@ def _engine(
         )
     if plan.num_stages < block.min_stages:
         raise InfeasiblePlanError(f"num_stages = {plan.num_stages} is below bamboo.min_stages = {block.min_stages}")
-    sizes = resolve_batch_sizes(config, plan.num_pipelines)
-    source, instance = StaticPlanSource(plan, worker=world.rank), next(_instances)
-    failures = FailureBoard(world.store, worker=world.rank, workers=plan.workers, scope=f"engine-{instance}")
+    sizes, instance = resolve_batch_sizes(config, plan.num_pipelines), next(_instances)
+    source: PlanSource = world.member or StaticPlanSource(plan, worker=world.worker)
+    failures = world.failures(source.current, scope=f"engine-{instance}", timeout_seconds=block.timeout_seconds)
     opened = ExitStack()
     with Guard(failures, lambda _: opened.close()):
+        _agree_on_settings(model, config, block, world, instance)
         if block.redundancy != "off":
             model.hold_redundant_layers()
-        network = _network(model, block, world, source, failures, instance=instance)
+        network = Network(
+            source,
+            backing=world.store,
+            instance=instance,
+            reductions=reductions_of(model),
+            redundancy=block.redundancy != "off",
+            timeout_seconds=block.timeout_seconds,
+            alarm=failures.check,
+            address=world.address,
+        )
         opened.callback(network.close)
         groups = _group_count(optimizer)
         parameters, places = with_redundant(
             model, model_parameters=model_parameters, optimizer=optimizer, world=network.world
         )
         _refuse_outgrown_schedule(rest["lr_scheduler"], before=groups, now=_group_count(optimizer))
-        solo = _solo_config(config, sizes, reporter=world.rank == 0)
-        with world_of_one(quiet=world.rank != 0):
+        quiet = model.global_rank != 0
+        solo = _solo_config(config, sizes, reporter=not quiet)
+        with world_of_one(quiet=quiet):
             parsed = DeepSpeedConfig(solo, model.solo_grid())
         return BambooPipelineEngine(
             model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=failures,
+            committer=_committer(network, world, instance),
             places=places, optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
         )  # fmt: skip
+
+
+def _agree_on_settings(
+    model: BambooPipelineModule, config: dict[str, Any], block: BambooConfig, world: World, instance: int
+) -> None:
+    """In a cluster, hold this worker's config against the job's."""
+    if world.member is None:
+        return
+    if model.spec is not None:
+        refuse_late_settings(model.spec, block)
+    world.member.check_settings(instance, JobSettings(world.worker, flat_settings(config)))
+
+
+def _committer(network: Network, world: World, instance: int) -> Committer:
+    if world.member is None:
+        return ExchangeCommitter(network)
+    return StoreCommitter(network, world.member, engine=instance)
 
 
 def _group_count(optimizer: Any) -> int:
@@ -165,33 +198,6 @@ def _refuse_outgrown_schedule(lr_scheduler: Any, *, before: int, now: int) -> No
             f"for the next stage are in {now}: give the optimizer the same groups on every worker (empty ones are "
             "fine), or give lr_scheduler as a callable"
         )
-
-
-def _network(
-    model: BambooPipelineModule,
-    block: BambooConfig,
-    world: World,
-    source: StaticPlanSource,
-    failures: FailureBoard,
-    *,
-    instance: int,
-) -> Network:
-    plan = source.current()
-
-    def check() -> None:
-        source.check(plan)
-        failures.check()
-
-    return Network(
-        plan,
-        worker=world.rank,
-        backing=world.store,
-        instance=instance,
-        reductions=reductions_of(model),
-        redundancy=block.redundancy != "off",
-        timeout_seconds=block.timeout_seconds,
-        check=check,
-    )
 
 
 def _solo_config(config: dict[str, Any], sizes: Any, *, reporter: bool) -> dict[str, Any]:

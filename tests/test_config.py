@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from bamboo_ds.config import (
     BambooConfig,
     BatchSizes,
+    Fault,
     bamboo_block,
     check_supported,
+    early_config,
     gradient_clipping,
     load_deepspeed_config,
     precision,
@@ -68,6 +70,9 @@ class TestTheBambooBlock:
             "activation_swap": "cpu",
             "seed": 1234,
             "timeout_seconds": 300.0,
+            "etcd": None,
+            "ttl_seconds": 10.0,
+            "fault_injection": (),
         }
 
     def test_every_field_is_described(self) -> None:
@@ -83,8 +88,21 @@ class TestTheBambooBlock:
     def test_an_unknown_key_names_the_nearest_known_one(self) -> None:
         assert message(bamboo_block, {"bamboo": {"redundency": "fit"}}) == (
             'bamboo.redundency: unknown key; did you mean "redundancy"? Known keys: enabled, job, pipelines, '
-            "min_stages, redundancy, activation_swap, seed, timeout_seconds"
+            "min_stages, redundancy, activation_swap, seed, timeout_seconds, etcd, ttl_seconds, fault_injection"
         )
+
+    def test_unknown_keys_of_inner_objects_name_their_own(self) -> None:
+        block = {"etcd": {"endpoint": ["a:1"], "endpoints": ["a:1"]}, "fault_injection": [{"step": 1, "hwo": "kill"}]}
+        text = message(bamboo_block, {"bamboo": block})
+        assert 'bamboo.etcd.endpoint: unknown key; did you mean "endpoints"? Known keys: endpoints, user' in text
+        assert 'bamboo.fault_injection.0.hwo: unknown key; did you mean "how"? Known keys: how, step' in text
+
+    def test_faults_are_read(self) -> None:
+        read = bamboo_block({"bamboo": {"fault_injection": [{"step": 2, "instruction": 7, "stage": 1}]}})
+        assert read is not None
+        assert read.fault_injection == (Fault(step=2, instruction=7, stage=1),)
+        wrong = message(bamboo_block, {"bamboo": {"fault_injection": [{"step": 1, "how": "nuke"}]}})
+        assert wrong == 'bamboo.fault_injection.0.how = "nuke": allowed: kill, stop, cut'
 
     def test_an_unknown_key_like_no_other_still_lists_the_known_ones(self) -> None:
         assert message(bamboo_block, {"bamboo": {"xyzzy": 1}}).startswith("bamboo.xyzzy: unknown key; Known keys: ena")
@@ -658,3 +676,29 @@ def test_reading_a_config_imports_neither_torch_nor_deepspeed() -> None:
     command = [sys.executable, "-c", WITHOUT_THE_FRONT_DOOR, package]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class TestTheEarlyConfig:
+    """What a worker can know of its config before its script calls `initialize`."""
+
+    @pytest.mark.parametrize(
+        "spelling", [["--deepspeed_config", "F"], ["--deepspeed-config=F"], ["x", "--deepspeed_config=F"]]
+    )
+    def test_it_is_found_among_the_arguments(
+        self, spelling: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text('{"bamboo": {"min_stages": 2}}')
+        monkeypatch.setattr("sys.argv", ["script.py", *(part.replace("F", str(path)) for part in spelling)])
+        assert early_config() == {"bamboo": {"min_stages": 2}}
+
+    def test_the_agents_word_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "ds.json"
+        path.write_text("{}")
+        monkeypatch.setattr("sys.argv", ["script.py", "--deepspeed_config", "other.json"])
+        monkeypatch.setenv("BAMBOO_CONFIG", str(path))
+        assert early_config() == {}
+
+    def test_it_may_be_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.argv", ["script.py", "--stages", "4", "--deepspeed_config"])
+        assert early_config() is None

@@ -7,12 +7,21 @@ import sys
 import typer
 
 from bamboo_ds.cli.bench import bench
+from bamboo_ds.cli.options import command
+from bamboo_ds.cli.preempt import PreemptOptions, preempt
+from bamboo_ds.cli.run import run
+from bamboo_ds.cli.run_options import RunOptions
 from bamboo_ds.cli.schedule import schedule
+from bamboo_ds.cli.status import StatusOptions, status
 from bamboo_ds.errors import BambooError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train on preemptible instances."
 )
+# What follows the script is the script's, also what looks like an option.
+app.command("run", context_settings={"allow_interspersed_args": False})(command(run, RunOptions, name="run"))
+app.command("status")(command(status, StatusOptions, name="status"))
+app.command("preempt")(command(preempt, PreemptOptions, name="preempt"))
 app.command()(schedule)
 app.add_typer(bench, name="bench")
 
@@ -24,3 +33,7 @@ def main() -> None:
     except BambooError as error:
         typer.echo(f"bamboo-ds: {error}", err=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Moves tensors: links (one directed edge each), groups, waits that end."""
 
-from bamboo_ds.comm.groups import Group
+from bamboo_ds.comm.groups import Group, SeatGroup
 from bamboo_ds.comm.links import Message, make_message
 from bamboo_ds.comm.network import Network
 from bamboo_ds.comm.wire import Address, Header, Kind, TensorMeta
 
-__all__ = ["Address", "Group", "Header", "Kind", "Message", "Network", "TensorMeta", "make_message"]
+__all__ = ["Address", "Group", "Header", "Kind", "Message", "Network", "SeatGroup", "TensorMeta", "make_message"]

@@ -1,108 +1,303 @@
-"""All links and groups of one worker under one plan.
+"""All links and groups of one worker, and how they follow the plan.
 
-Groups form in one global order (every worker walks the same sorted list and joins those it belongs to), so forming
-them cannot deadlock.
+Links form in one global order (every worker walks the same sorted list and joins those it belongs to), so forming them
+cannot deadlock; groups form when they are first used, which all members do in the same order.
+
+In a cluster each worker must also notice the death of both its neighbours in the ring of its pipeline. Between the
+first and the last stage no messages pass; two links that carry none let them notice each other's.
+
+When a worker dies, only its *edges* change: each is one directed link between two stages, and the worker that owns the
+lost stage now makes it anew with the neighbour, who carries over what it has received and re-sends what it has sent. An
+edge or group that was made after the last commit is made anew, too, when the plan changes again: one of its ends may
+have been interrupted in the making, and the other cannot know. A commit proves that all are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from bamboo_ds.comm.groups import Group, GroupFactory
-from bamboo_ds.comm.links import InboundLink, OutboundLink
-from bamboo_ds.comm.rendezvous import KeyValue
+from bamboo_ds.comm.groups import Group, GroupFactory, SeatGroup
+from bamboo_ds.comm.links import Held, InboundLink, Message, OutboundLink
+from bamboo_ds.comm.rendezvous import KeyValue, keys_below
+from bamboo_ds.comm.waits import Waits
 from bamboo_ds.comm.wire import Kind
-from bamboo_ds.plan import Plan
+from bamboo_ds.elastic import keys
+from bamboo_ds.plan import Plan, PlanSource, Seat
+
+_GOODBYE_SECONDS = 0.5  # for all goodbyes together to leave
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edge:
+    """One directed link between two stages of a pipeline.
+
+    Attributes:
+        order: links form in this order.
+        kind: what passes.
+        source: the stage that sends.
+        target: the stage that receives.
+    """
+
+    order: int
+    kind: Kind
+    source: int
+    target: int
 
 
 class Network:
     """What a worker sends and reduces through.
 
     Args:
-        plan: who owns what.
-        worker: id of this worker.
+        source: of the plan. It hears of broken links.
         backing: the store through which groups form.
         instance: distinguishes engines of one process.
         reductions: the gradient groups by name: the stages whose holders reduce together (one stage, or all that
             share a tied layer).
         redundancy: whether shadows hold redundant layers.
         timeout_seconds: the one time-out of every wait.
-        check: called while waiting; raises when the plan has changed.
+        alarm: called while waiting; raises when another worker has failed.
+        address: at which other nodes reach this worker; empty for gloo's own choice.
+
+    Attributes:
+        plan: the one that these links belong to.
+        pipeline_id: this worker's pipeline.
+        inbound: links by kind and the stage that receives, which is this worker's.
+        outbound: links by kind and the stage that sends, which is this worker's.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        source: PlanSource,
         *,
-        worker: int,
         backing: KeyValue,
         instance: int,
         reductions: Mapping[str, frozenset[int]],
         redundancy: bool,
         timeout_seconds: float,
-        check: Callable[[], None],
+        alarm: Callable[[], None] = lambda: None,
+        address: str = "",
     ) -> None:
-        self._plan, self._place = plan, plan.place(worker)
-        self._timeout_seconds, self._check = timeout_seconds, check
-        prefix = f"rdzv/{instance}/{plan.epoch}.{plan.version}"
-        self._factory = GroupFactory(
-            backing, prefix=prefix, worker=worker, timeout_seconds=timeout_seconds, check=check
-        )
-        self.world = self._factory.host("world", plan.workers)
-        self.inbound: dict[Kind, InboundLink] = {}
-        self.outbound: dict[Kind, OutboundLink] = {}
-        for pipeline in range(plan.num_pipelines):
-            for stage in range(plan.num_stages - 1):
-                self._link(Kind.ACTIVATION, pipeline, stage, stage + 1)
-                self._link(Kind.GRADIENT, pipeline, stage + 1, stage)
-        self.reductions = {name: self._reduction(name, reductions[name], redundancy) for name in sorted(reductions)}
+        self.plan, self._source, self._alarm = source.current(), source, alarm
+        self.pipeline_id = self.plan.place(source.worker).pipeline
+        self._backing, self._scope, self._address = backing, f"engine-{instance}", address
+        self._stages, self._redundancy = reductions, redundancy
+        self._waits = Waits(check=self._check, timeout_seconds=timeout_seconds, elastic=source.elastic)
+        self.inbound: dict[tuple[Kind, int], InboundLink] = {}
+        self.outbound: dict[tuple[Kind, int], OutboundLink] = {}
+        self._ends: dict[Edge, tuple[int, int]] = {}
+        self._unread: dict[Edge, tuple[list[Message], Held]] = {}
+        self._journals: dict[Edge, list[Message]] = {}
+        self._told: dict[Edge, Held] = {}
+        self._reductions: dict[str, tuple[tuple[Seat, ...], SeatGroup]] = {}
+        self._groups: dict[str, Group] = {}
+        self._settled: set[Edge | str] = set()
+        self._factory = self._new_factory()
+        self._unsubscribe = source.subscribe(self._wake)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._factory.rest()
+
+    def _connect(self) -> None:
+        for edge in self._edges():
+            self._renew(edge)
+        for name in sorted(self._stages):
+            if self._has_seat(name):
+                self.reduction(name)
+
+    # ---- what the engine uses ----------------------------------------------------------------------------------
 
     @property
     def timeout(self) -> timedelta:
         """The one time-out of every wait."""
-        return self._factory.timeout
+        return self._waits.timeout
+
+    @property
+    def world(self) -> Group:
+        """The group of all workers of the plan."""
+        return self._group("world", self.plan.workers)
+
+    @property
+    def pipeline(self) -> Group | None:
+        """The group of the workers of this pipeline; None when there is only one."""
+        owners = tuple(sorted(set(self.plan.owners[self.pipeline_id])))
+        return self._group(f"pipeline-{self.pipeline_id}", owners) if len(owners) > 1 else None
+
+    def reduction(self, name: str) -> SeatGroup:
+        """Return the group of a reduction, in which this worker has a seat."""
+        seats = self.plan.seats(self._stages[name], redundancy=self._redundancy)
+        if name not in self._reductions or self._reductions[name][0] != seats:
+            self._reductions[name] = seats, self._factory.seated(f"reduce-{name}", seats)
+        return self._reductions[name][1]
+
+    def held(self, stage: int, *, step: int) -> int:
+        """Return how many activations of a step the receiver of a stage's outputs had when the link was made."""
+        found = [told for edge, told in self._told.items() if (edge.kind, edge.source) == (Kind.ACTIVATION, stage)]
+        return sum(told.count for told in found if (told.step, told.attempt) == (step, 0))
 
     def forget(self) -> None:
-        """Drop the journals: the step has committed."""
+        """Drop the journals: the step has committed, so all links and groups of this plan are whole."""
+        self.drop_journals()
+        self._settled = {*self._ends, *self._reductions}
+        self._told = {}
+        self._factory.rest()
+
+    def drop_journals(self) -> None:
+        """Forget what was sent."""
+        self._journals = {}
         for link in self.outbound.values():
             link.forget(self.timeout)
 
     def close(self) -> None:
-        """End all links and groups, in order: gloo may abort a process that exits with live groups."""
+        """End all links and groups, in order: gloo may abort a process that exits with live groups.
+
+        The peers hear that it is in order, and do not report it.
+        """
+        self._unsubscribe()
+        for outbound in self.outbound.values():
+            outbound.say_goodbye()
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        for outbound in self.outbound.values():
+            outbound.close(within_seconds=deadline - time.monotonic())
         for inbound in self.inbound.values():
             inbound.close()
-        for outbound in self.outbound.values():
-            outbound.close()
-        for group in self.reductions.values():
-            if group is not None:
-                group.close()
-        self.world.close()
+        for _, reduction in self._reductions.values():
+            reduction.close()
+        for group in self._groups.values():
+            group.close()
 
-    def _link(self, kind: Kind, pipeline: int, source: int, target: int) -> None:
-        owners = self._plan.owners[pipeline]
-        if self._place.pipeline != pipeline or self._place.stage not in (source, target):
-            return
-        group = self._factory.host(
-            f"{kind.name.lower()}-{pipeline}-{source}-{target}", (owners[source], owners[target])
+    # ---- following the plan ------------------------------------------------------------------------------------
+
+    def adopt(self, plan: Plan) -> int:
+        """Make the links of a newer version of the plan.
+
+        May be called again after it was interrupted, with a still newer plan.
+
+        Returns:
+            Bytes of tensors that were sent again.
+
+        Raises:
+            PlanChangedError: there is a newer one.
+            PeerLostError: a neighbour is gone, and the cluster knows nothing of it.
+        """
+        self.plan = plan
+        self._factory = self._new_factory()
+        for edge in self._edges():
+            self._part(edge)
+        self._drop_groups()
+        return sum(self._renew(edge) for edge in self._edges())
+
+    def _check(self) -> None:
+        self._source.check(self.plan)
+        self._alarm()
+
+    def _new_factory(self) -> GroupFactory:
+        return GroupFactory(
+            keys_below(self._backing, keys.rendezvous(self.plan.number, self._scope)),
+            prefix="groups",
+            worker=self._source.worker,
+            timeout_seconds=self._waits.timeout_seconds,
+            check=self._check,
+            address=self._address,
+            waits=self._waits,
         )
-        if self._place.stage == source:
-            self.outbound[kind] = OutboundLink(group, peer=_peer(pipeline, target, owners[target]))
+
+    def _wake(self) -> None:
+        """Let all waits look at the news; called from the thread that brings it."""
+        self._waits.wake()
+        for link in list(self.inbound.values()):
+            link.wake()
+
+    def _edges(self) -> Iterator[Edge]:
+        """Yield the edges of this worker's pipeline in the order in which they form."""
+        last = self.plan.num_stages - 1
+        for stage in range(last):
+            yield Edge(stage, Kind.ACTIVATION, stage, stage + 1)
+            yield Edge(stage, Kind.GRADIENT, stage + 1, stage)
+        if self._source.elastic and self._redundancy and last > 1:
+            yield Edge(last, Kind.RING, last, 0)
+            yield Edge(last, Kind.RING, 0, last)
+
+    def _wanted(self, edge: Edge) -> tuple[int, int] | None:
+        """Return sender and receiver of an edge; None when this worker is neither, or both."""
+        owners = self.plan.owners[self.pipeline_id]
+        ends = owners[edge.source], owners[edge.target]
+        return ends if ends[0] != ends[1] and self._source.worker in ends else None
+
+    def _part(self, edge: Edge) -> None:
+        """End a link that is not to stay, and keep what the next one of this edge must know."""
+        if edge not in self._ends or (self._ends[edge] == self._wanted(edge) and edge in self._settled):
+            return
+        ends = self._ends.pop(edge)
+        if ends[0] == self._source.worker:
+            outbound = self.outbound.pop((edge.kind, edge.source))
+            self._journals[edge] = outbound.journal()
+            outbound.close()
         else:
-            self.inbound[kind] = InboundLink(
-                group,
-                peer=_peer(pipeline, source, owners[source]),
-                timeout_seconds=self._timeout_seconds,
-                check=self._check,
-            )
+            self._unread[edge] = self.inbound.pop((edge.kind, edge.target)).abandon()
 
-    def _reduction(self, name: str, stages: frozenset[int], redundancy: bool) -> Group | None:
-        """Return the group of a reduction; None when this worker is its only member or none at all."""
-        members = self._plan.holders(stages, redundancy=redundancy)
-        if self._factory.worker not in members or len(members) == 1:
-            return None
-        return self._factory.device(f"reduce-{name}", members)
+    def _renew(self, edge: Edge) -> int:
+        """Make a link that is missing; return how many bytes were sent again through it."""
+        ends = self._wanted(edge)
+        if ends is None or edge in self._ends:
+            return 0
+        sends = self._source.worker == ends[0]
+        unread, held = self._unread.get(edge, ([], Held()))
+        name = f"{edge.kind.name.lower()}-{self.pipeline_id}-{edge.source}-{edge.target}"
+        if not sends:
+            self._factory.store.set(f"held/{name}", json.dumps(asdict(held)))
+        group = self._factory.host(name, ends)
+        resent = self._open_outbound(edge, group) if sends else self._open_inbound(edge, group, unread, held)
+        self._ends[edge] = ends
+        self._unread.pop(edge, None)
+        self._journals.pop(edge, None)
+        return resent
 
+    def _open_outbound(self, edge: Edge, group: Group) -> int:
+        told = Held(**json.loads(self._factory.store.get(f"held/{group.name}")))
+        peer, journal = self._peer(edge.target), self._journals.get(edge, ())
+        link = OutboundLink(group, peer=peer, waits=self._waits, journal=journal)
+        self.outbound[edge.kind, edge.source], self._told[edge] = link, told
+        return link.resend(told)
 
-def _peer(pipeline: int, stage: int, worker: int) -> str:
-    return f"worker {worker} (stage {stage} of pipeline {pipeline})"
+    def _open_inbound(self, edge: Edge, group: Group, unread: Sequence[Message], held: Held) -> int:
+        sender, plan = group.members[0], self.plan
+        self.inbound[edge.kind, edge.target] = InboundLink(
+            group,
+            peer=self._peer(edge.source),
+            waits=self._waits,
+            on_broken=lambda detail: self._source.report(sender, detail, plan=plan),
+            carried=unread,
+            held=held,
+        )
+        return 0
+
+    def _peer(self, stage: int) -> str:
+        return f"worker {self.plan.owners[self.pipeline_id][stage]} (stage {stage} of pipeline {self.pipeline_id})"
+
+    def _group(self, name: str, members: tuple[int, ...]) -> Group:
+        if name not in self._groups:
+            self._groups[name] = self._factory.host(name, members)
+        return self._groups[name]
+
+    def _drop_groups(self) -> None:
+        """End the groups that have lost a member, or may not be whole."""
+        for name, (seats, group) in list(self._reductions.items()):
+            now = self.plan.seats(self._stages[name], redundancy=self._redundancy)
+            if seats != now or name not in self._settled:
+                del self._reductions[name]
+                group.close()
+        for others in self._groups.values():
+            others.close()
+        self._groups = {}
+
+    def _has_seat(self, name: str) -> bool:
+        seats = self.plan.seats(self._stages[name], redundancy=self._redundancy)
+        return any(seat.worker == self._source.worker for seat in seats)

@@ -18,7 +18,7 @@ HEADER_BYTES = 256
 _MAGIC = 0xBA3B
 _FIXED = struct.Struct(
     "<HBBiiiiqqHI"
-)  # magic, kind, tuple?, epoch, version, stage, micro batch, step, digest, tensors, metadata bytes
+)  # magic, kind, tuple?, epoch, attempt, stage, micro batch, step, digest, tensors, metadata bytes
 _TENSOR = struct.Struct("<BBB")  # dtype, requires grad, dimensions
 _ROOM = HEADER_BYTES - _FIXED.size
 
@@ -35,6 +35,10 @@ class Kind(enum.IntEnum):
 
     ACTIVATION = 1
     GRADIENT = 2
+    GOODBYE = 3
+    """Nothing more will come: the sender ends in order."""
+    RING = 4
+    """Nothing: such a link is there to notice the death of whoever is at its other end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,9 @@ class Address:
 
     Attributes:
         kind: activation or gradient.
-        epoch: of the plan.
-        version: of the plan.
+        epoch: of the plan. Not its version: a link belongs to two workers, and what they send each other stays right
+            when a third one dies.
+        attempt: of an evaluation, which begins anew when a worker dies; 0 in training.
         step: optimizer steps committed before (or the number of evaluation batches, negative, in evaluation).
         stage: the stage that receives.
         micro_batch: index in the pipeline's share.
@@ -52,7 +57,7 @@ class Address:
 
     kind: Kind
     epoch: int
-    version: int
+    attempt: int
     step: int
     stage: int
     micro_batch: int
@@ -101,7 +106,7 @@ def encode(header: Header) -> tuple[bytearray, bytearray]:
         metadata += struct.pack(f"<{len(tensor.shape)}q", *tensor.shape)
     address = header.address
     fixed = _FIXED.pack(
-        _MAGIC, address.kind, header.is_tuple, address.epoch, address.version, address.stage, address.micro_batch,
+        _MAGIC, address.kind, header.is_tuple, address.epoch, address.attempt, address.stage, address.micro_batch,
         address.step, header.digest, len(header.tensors), len(metadata),
     )  # fmt: skip
     head = bytearray(fixed + metadata[:_ROOM])
@@ -119,14 +124,14 @@ def decode(head: bytes, overflow: bytes = b"") -> Header:
     Raises:
         ScheduleError: this is no header of ours.
     """
-    magic, kind, is_tuple, epoch, version, stage, micro_batch, step, digest, count, size = _FIXED.unpack_from(head)
+    magic, kind, is_tuple, epoch, attempt, stage, micro_batch, step, digest, count, size = _FIXED.unpack_from(head)
     if magic != _MAGIC:
         raise ScheduleError(
             f"a message began with {magic:#06x} instead of {_MAGIC:#06x}: "
             "the two ends of a link disagree on the protocol"
         )
     metadata = (head[_FIXED.size :] + overflow)[:size]
-    address = Address(kind=Kind(kind), epoch=epoch, version=version, step=step, stage=stage, micro_batch=micro_batch)
+    address = Address(kind=Kind(kind), epoch=epoch, attempt=attempt, step=step, stage=stage, micro_batch=micro_batch)
     return Header(address=address, is_tuple=bool(is_tuple), digest=digest, tensors=_tensors(metadata, count))
 
 

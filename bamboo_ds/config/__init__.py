@@ -6,20 +6,24 @@ to be imported, so a bad config is reported in well under a second.
 """
 
 from bamboo_ds.config.batch import BatchSizes, resolve_batch_sizes
-from bamboo_ds.config.block import BambooConfig, Redundancy, bamboo_block
+from bamboo_ds.config.block import BambooConfig, Fault, Redundancy, bamboo_block
 from bamboo_ds.config.etcd import EtcdConfig
+from bamboo_ds.config.keys import flat_settings
 from bamboo_ds.config.solo import Precision, gradient_clipping, precision, solo_config
-from bamboo_ds.config.source import load_deepspeed_config
+from bamboo_ds.config.source import early_config, load_deepspeed_config
 from bamboo_ds.config.supported import check_supported
 
 __all__ = [
     "BambooConfig",
     "BatchSizes",
     "EtcdConfig",
+    "Fault",
     "Precision",
     "Redundancy",
     "bamboo_block",
     "check_supported",
+    "early_config",
+    "flat_settings",
     "gradient_clipping",
     "load_deepspeed_config",
     "precision",

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.config.keys import Config, did_you_mean, show
 from bamboo_ds.errors import ConfigError
 
@@ -18,6 +19,30 @@ Redundancy = Literal["fit", "eflb", "lflb", "off"]
 ActivationSwap = Literal["cpu", "none"]
 
 WEEK_SECONDS = 7 * 24 * 3600
+
+
+class Fault(BaseModel):
+    """One deliberate fault, to see what a job does about it. Absent keys match everything."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    how: Literal["kill", "stop", "cut"] = "kill"
+    """``kill``: SIGKILL the worker. ``stop``: SIGSTOP it. ``cut``: take its node off the network."""
+
+    step: int = Field(ge=0)
+    """Optimizer steps committed before the step in which it happens."""
+
+    instruction: int = Field(default=0, ge=0)
+    """It happens before the instruction of this index in the worker's step."""
+
+    worker: int | None = Field(default=None, ge=0)
+    """Id of the worker."""
+
+    pipeline: int | None = Field(default=None, ge=0)
+    """Pipeline of the worker."""
+
+    stage: int | None = Field(default=None, ge=0)
+    """Stage that the worker owned when the epoch began."""
 
 
 class BambooConfig(BaseModel):
@@ -53,6 +78,16 @@ class BambooConfig(BaseModel):
     timeout_seconds: float = Field(default=300.0, gt=0, le=WEEK_SECONDS, allow_inf_nan=False)
     """Longest time any wait for another worker may last. It must exceed the longest step of one stage."""
 
+    etcd: EtcdConfig | None = None
+    """Where the job's etcd is, for jobs started by a stock launcher (``deepspeed``, ``torchrun``, ``srun``): each
+    worker then hosts an agent. ``bamboo-ds run`` says it itself and needs no such key."""
+
+    ttl_seconds: float = Field(default=10.0, ge=1, le=600)
+    """How long the agent of a stock launcher's worker may be silent before its node counts as lost."""
+
+    fault_injection: tuple[Fault, ...] = Field(default=(), strict=False)
+    """Deliberate faults; none by default."""
+
 
 def bamboo_block(config: Config) -> BambooConfig | None:
     """Return the validated ``bamboo`` block of a DeepSpeed config.
@@ -87,19 +122,25 @@ def _validate(block: Mapping[str, Any]) -> BambooConfig:
 def _explain(detail: ErrorDetails) -> str:
     key = ".".join(str(part) for part in ("bamboo", *detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        return _explain_unknown(key, name=str(detail["loc"][-1]))
+        return _explain_unknown(key, detail["loc"])
     return f"{key} = {show(detail['input'])}: {_wanted(detail)}"
 
 
-def _explain_unknown(key: str, *, name: str) -> str:
-    known = list(BambooConfig.model_fields)
-    hint = did_you_mean(name, known) or ";"
+def _explain_unknown(key: str, place: tuple[int | str, ...]) -> str:
+    known = list(_model_at(place[:-1]).model_fields)
+    hint = did_you_mean(str(place[-1]), known) or ";"
     return f"{key}: unknown key{hint} Known keys: {', '.join(known)}"
+
+
+def _model_at(place: tuple[int | str, ...]) -> type[BaseModel]:
+    """Return the model of the object at a place in the block."""
+    models: dict[str, type[BaseModel]] = {"etcd": EtcdConfig, "fault_injection": Fault}
+    return models.get(str(place[0]), BambooConfig) if place else BambooConfig
 
 
 def _wanted(detail: ErrorDetails) -> str:
     if detail["type"] == "literal_error":
-        field = BambooConfig.model_fields[str(detail["loc"][0])]
+        field = _model_at(detail["loc"][:-1]).model_fields[str(detail["loc"][-1])]
         return f"allowed: {', '.join(map(str, get_args(field.annotation)))}"
     if detail["type"] == "string_pattern_mismatch":
         return "must be 1 to 63 letters, digits, '.', '_' or '-', and begin with a letter or digit"

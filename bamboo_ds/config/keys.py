@@ -24,6 +24,17 @@ def value_at(config: Config, path: str) -> Any:
     return None if isinstance(value, str) and value == "auto" else value
 
 
+def flat_settings(config: Config, prefix: str = "") -> dict[str, str]:
+    """Return the JSON text of each value of a config by its dotted key; objects are taken apart."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_settings(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = json.dumps(value, default=repr, sort_keys=True)
+    return flat
+
+
 def is_on(value: object) -> bool:
     """Say whether a flag is switched on, in any of the spellings DeepSpeed's models accept."""
     if isinstance(value, str):

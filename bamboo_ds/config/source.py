@@ -9,6 +9,7 @@ import base64
 import binascii
 import copy
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ from bamboo_ds.config.keys import show
 from bamboo_ds.errors import ConfigError
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+
+CONFIG_VARIABLE = "BAMBOO_CONFIG"
+"""Names the config file of a job whose script does not say it among its arguments."""
 
 
 def load_deepspeed_config(
@@ -47,6 +51,27 @@ def load_deepspeed_config(
     if source is None:
         raise ConfigError("no DeepSpeed config: pass --deepspeed_config FILE or initialize(config=...)")
     return _load(source)
+
+
+def early_config() -> dict[str, Any] | None:
+    """Return the config as far as it can be known before `initialize` is called.
+
+    That is the file that `bamboo-ds run --config FILE` names, or `--deepspeed_config FILE` among the script's
+    arguments; None when there is neither.
+
+    Raises:
+        ConfigError: the file is missing or no JSON.
+    """
+    path = os.environ.get(CONFIG_VARIABLE) or _config_argument(sys.argv[1:])
+    return None if path is None else _load(path)
+
+
+def _config_argument(arguments: list[str]) -> str | None:
+    for index, argument in enumerate(arguments):
+        name, separator, value = argument.partition("=")
+        if name.replace("-", "_") == "__deepspeed_config":
+            return value if separator else next(iter(arguments[index + 1 :]), None)
+    return None
 
 
 def _source_in_args(args: object) -> ConfigSource | None:

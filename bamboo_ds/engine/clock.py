@@ -19,22 +19,22 @@ _TOLERANCE = 0.1  # costs that move less than this keep the schedule as it is
 
 
 class OperationClock:
-    """Medians of the forward and backward seconds of one stage over the last steps.
+    """Medians of the forward and backward seconds of each owned stage over the last steps.
 
     On an accelerator the work is timed by events on the device, read at the end of a step; on the CPU by the clock.
     """
 
     def __init__(self) -> None:
         self._on_device = get_accelerator().device_name() != "cpu"
-        self._running: dict[str, list[Any]] = {}
-        self._steps: dict[str, deque[float]] = {}
+        self._running: dict[tuple[str, int], list[Any]] = {}
+        self._steps: dict[tuple[str, int], deque[float]] = {}
 
     @contextlib.contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
-        """Time one operation of a kind (`forward`, `backward`)."""
+    def timed(self, kind: str, stage: int) -> Iterator[None]:
+        """Time one operation of a kind (`forward`, `backward`) on a stage."""
         start = self._now()
         yield
-        self._running.setdefault(kind, []).append((start, self._now()))
+        self._running.setdefault((kind, stage), []).append((start, self._now()))
 
     def _now(self) -> Any:
         if not self._on_device:
@@ -45,9 +45,9 @@ class OperationClock:
 
     def end_step(self) -> None:
         """Take the operations of a finished step into the medians."""
-        for kind, spans in self._running.items():
+        for key, spans in self._running.items():
             seconds = statistics.median(self._seconds(*span) for span in spans)
-            self._steps.setdefault(kind, deque(maxlen=_STEPS)).append(seconds)
+            self._steps.setdefault(key, deque(maxlen=_STEPS)).append(seconds)
         self._running = {}
 
     def _seconds(self, start: Any, stop: Any) -> float:
@@ -56,9 +56,10 @@ class OperationClock:
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1000
 
-    def seconds(self, kind: str) -> float:
-        """Return the median seconds of a kind; 0 while unknown."""
-        return statistics.median(self._steps[kind]) if self._steps.get(kind) else 0.0
+    def seconds(self, kind: str, stage: int) -> float:
+        """Return the median seconds of a kind on a stage; 0 while unknown."""
+        steps = self._steps.get((kind, stage))
+        return statistics.median(steps) if steps else 0.0
 
 
 def follow(costs: StageCosts | None, decision: Decision) -> StageCosts | None:

@@ -66,6 +66,10 @@ class StepBatches:
         self._seed, self._device = seed, device
         self._drawn: list[Batch] = []
 
+    def use(self, iterator: Iterator[Any] | None) -> None:
+        """Draw from another iterator from now on."""
+        self._iterator = iterator
+
     def batch(self, micro_batch: int) -> Batch:
         """Return a micro-batch of the share.
 

@@ -20,9 +20,10 @@ from bamboo_ds.comm import Network
 from bamboo_ds.config import BambooConfig, BatchSizes, gradient_clipping
 from bamboo_ds.engine.checkpointing import Checkpointing
 from bamboo_ds.engine.clock import OperationClock, follow
-from bamboo_ds.engine.commit import Committer, ExchangeCommitter
+from bamboo_ds.engine.commit import Committer
 from bamboo_ds.engine.data import StepBatches, iterable_share, share_loader
 from bamboo_ds.engine.execution import EXECUTION_MAP
+from bamboo_ds.engine.faults import FaultInjector
 from bamboo_ds.engine.gradients import GradientReducer, Replicas
 from bamboo_ds.engine.parameters import Places
 from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, loss_scaler, target_of
@@ -31,7 +32,13 @@ from bamboo_ds.engine.swap import ActivationSwap
 from bamboo_ds.errors import ConfigError, EngineStoppedError
 from bamboo_ds.module import BambooPipelineModule, untouched_randomness
 from bamboo_ds.plan import Decision, PlanSource, Vote
-from bamboo_ds.schedule import BambooInferenceSchedule, BambooTrainSchedule, StageCosts, instructions
+from bamboo_ds.schedule import (
+    BambooInferenceSchedule,
+    BambooTrainSchedule,
+    FailoverSchedule,
+    StageCosts,
+    instructions,
+)
 from bamboo_ds.world import FailureBoard, Guard, close_at_exit, world_of_one
 
 _LOGGED_TIMERS = [BATCH_INPUT_TIMER, FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER]
@@ -45,6 +52,7 @@ class BambooPipelineEngine(Checkpointing):
         bamboo: the `bamboo` block.
         sizes: the global batch.
         source: where plans come from.
+        committer: how workers agree.
         network: links and groups of the current plan.
         failures: where workers say why they fail.
         places: where the redundant parameters are in the optimizer.
@@ -60,6 +68,7 @@ class BambooPipelineEngine(Checkpointing):
         bamboo: BambooConfig,
         sizes: BatchSizes,
         source: PlanSource,
+        committer: Committer,
         network: Network,
         failures: FailureBoard,
         places: Places,
@@ -69,7 +78,7 @@ class BambooPipelineEngine(Checkpointing):
     ) -> None:
         self.bamboo, self.plan, self.network = bamboo, source.current(), network
         self._source, self._failures, self._stopped = source, failures, ""
-        self._places, self._seed = places, bamboo.seed
+        self._places, self._seed, self._committer = places, bamboo.seed, committer
         place = self.plan.place(source.worker)
         solo = model.solo_grid()
         model._grid = solo
@@ -78,6 +87,7 @@ class BambooPipelineEngine(Checkpointing):
                 super().__init__(model=model, mpu=solo, training_data=None, collate_fn=collate_fn, **engine_arguments)
         finally:
             model.answer_truly()
+        self._faults = FaultInjector(bamboo.fault_injection, worker=source.worker, home=place)
         self._take_place(place.pipeline, sizes)
         self._prepare()
         self._set_training_data(training_data)
@@ -90,6 +100,7 @@ class BambooPipelineEngine(Checkpointing):
         self.grid = self.mpu = self.module.mpu()
         self.global_rank, self.world_size = self.grid.get_global_rank(), self.grid.world_size
         self.num_stages, self.stage_id, self.pipeline_id = self.plan.num_stages, self.module.own_stage, pipeline
+        self.owned_stages = self.module.owned_stages
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.dp_world_size = self.seq_dp_world_size = self.plan.num_pipelines
         self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, self.plan.num_pipelines > 1
@@ -104,13 +115,13 @@ class BambooPipelineEngine(Checkpointing):
     def _prepare(self) -> None:
         self.statistics = Statistics()
         self.stage_costs: StageCosts | None = None
-        self._local, self._clock = LocalGradients(), OperationClock()
+        self._local, self._clock = LocalGradients(self.stage_id), OperationClock()
         self._reducer = GradientReducer(self.module, self.network)
         self._replicas = Replicas(self.module, self.network)
-        self._committer: Committer = ExchangeCommitter(self.network.world)
+        self.failovers, self._recovering = [], None
         self._swap = ActivationSwap(enabled=self.bamboo.activation_swap == "cpu", parameters=self._held_parameters)
         self._decision: Decision | None = None
-        self._evaluations = 0
+        self._evaluations, self._attempt = 0, 0
         with self._guarded():
             self._replicas.synchronise()
         if isinstance(self.optimizer, MixedPrecisionOptimizer):
@@ -137,7 +148,9 @@ class BambooPipelineEngine(Checkpointing):
 
     def _set_training_data(self, training_data: Any) -> None:
         self.training_data = training_data
-        if training_data is None or not self._draws():
+        streams = isinstance(training_data, IterableDataset)
+        shadows_last = self.module.redundant_stage == self.num_stages - 1
+        if training_data is None or not (self._draws() or (streams and shadows_last)):
             return
         shares = {
             "micro_batch_size": self.micro_batch_size,
@@ -145,7 +158,7 @@ class BambooPipelineEngine(Checkpointing):
             "share": self.micro_batch_range,
             "collate_fn": self.collate_fn,
         }
-        if isinstance(training_data, IterableDataset):
+        if streams:
             self.data_iterator = iterable_share(training_data, **shares)
             return
         self.training_dataloader = share_loader(training_data, first=self.global_samples, **shares)
@@ -153,6 +166,34 @@ class BambooPipelineEngine(Checkpointing):
 
     def _draws(self) -> bool:
         return self.is_first_stage() or self.is_last_stage()
+
+    def is_first_stage(self) -> bool:
+        """Return whether this worker runs the first stage."""
+        return 0 in self.owned_stages
+
+    def is_last_stage(self) -> bool:
+        """Return whether this worker runs the last stage."""
+        return self.num_stages - 1 in self.owned_stages
+
+    @property
+    def _follows_data(self) -> bool:
+        """Whether this worker draws batches that it has no use for yet: it may have to stand in for the last stage.
+
+        An iterator cannot be opened in the middle, so the shadow of the last stage keeps pace with it. (The shadow of
+        the first stage is the last stage's worker, which draws anyway.)
+        """
+        shadows_last = self.module.redundant_stage == self.num_stages - 1
+        return shadows_last and not self._draws() and self.data_iterator is not None
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Train on another iterator. DeepSpeed's own forgets it in the middle of a pipeline; here any worker may draw."""
+        self.training_dataloader = None
+        self.data_iterator = iterator
+
+    def _draw_from_now_on(self) -> None:
+        if self.data_iterator is None and self.training_data is not None and self._draws():
+            self._set_training_data(self.training_data)
+            self._batches.use(self.data_iterator)
 
     def gradient_accumulation_steps(self) -> int:
         """Return how many micro-batches this pipeline draws per step.
@@ -200,15 +241,20 @@ class BambooPipelineEngine(Checkpointing):
                 "train_batch() needs an optimizer: add `optimizer` to the DeepSpeed config or give one to initialize()"
             )
         with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness():
+            self._adopt_newest()
             return super().train_batch(data_iter)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        training = isinstance(pipe_schedule, BambooTrainSchedule)
-        self._state = StepState(
-            step=self.global_steps if training else -self._evaluations,
-            share=self.micro_batch_range if training else self._evaluation_range(pipe_schedule.micro_batches),
-        )
-        self._batches = StepBatches(
+        self._replicas.begin_step()
+        self._reducer.begin_step()
+        self._attempt = 0
+        self._state = StepState(step=self.global_steps, share=self.micro_batch_range)
+        self._batches = self._step_batches()
+        self._swap.begin_step()
+        self._run_to_the_end(pipe_schedule)
+
+    def _step_batches(self) -> StepBatches:
+        return StepBatches(
             self.data_iterator,
             transform=self.batch_fn,
             step=self._state.step,
@@ -216,34 +262,38 @@ class BambooPipelineEngine(Checkpointing):
             seed=self._seed,
             device=self.device,
         )
-        self._swap.begin_step()
-        super()._exec_schedule(pipe_schedule)
 
-    def _train_schedule(self) -> BambooTrainSchedule:
-        possible = self.micro_batches if self.module.redundant_stage is not None else 0
-        self.statistics.frc_possible += possible
+    def _train_schedule(self) -> BambooTrainSchedule | FailoverSchedule:
+        if len(self.owned_stages) == 1 and self.module.redundant_stage is not None:
+            self.statistics.frc_possible += self.micro_batches
+        taken = [stage for stage in self.owned_stages if stage != self.stage_id]
+        if taken and self.network.held(taken[0], step=self.global_steps):
+            # The lost worker had begun this step before this one did.
+            return self._failover_schedule(taken[0], [])
         return BambooTrainSchedule(
             self.micro_batches,
             self.num_stages,
             self.stage_id,
+            owned=self.owned_stages,
+            owners=self.plan.owner_stages(self.pipeline_id),
             redundancy=self.bamboo.redundancy,
             costs=self.stage_costs,
         )
 
     def _inference_schedule(self, micro_batches: int) -> BambooInferenceSchedule:
-        return BambooInferenceSchedule(micro_batches, self.num_stages, self.stage_id)
+        return BambooInferenceSchedule(micro_batches, self.num_stages, self.stage_id, owned=self.owned_stages)
 
     def _exec_reduce_grads(self) -> None:
         self._reducer.reduce(self._local)
+        self._replicas.follow_buffers()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Commit the step: agree with all workers, then step."""
+        self._decision = self._committer.decide(self._votes(), loss_scale=self._loss_scale())
         self._clock.end_step()
         self._count_host_bytes()
-        self._decision = self._committer.decide(self._vote(), loss_scale=self._loss_scale())
         with self._breakdown(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER):
             self._install_gradients(self._decision)
-            self._replicas.follow_buffers(self._decision.buffer_stages)
             self._take_model_step(lr_kwargs)
         self.network.forget()
         self._local.clear()
@@ -251,23 +301,24 @@ class BambooPipelineEngine(Checkpointing):
         self.stage_costs = follow(self.stage_costs, self._decision)
         self._report_step()
 
-    def _vote(self) -> Vote:
-        norms = self._reducer.squared_norms()
-        losses = {self.micro_batch_range[m]: float(loss) for m, loss in self._state.losses.items()}
+    def _votes(self) -> list[Vote]:
+        """Return one vote for each owned stage."""
+        return [self._vote(stage) for stage in self.owned_stages]
+
+    def _vote(self, stage: int) -> Vote:
+        norms, last = self._reducer.squared_norms(stage), stage == self.num_stages - 1
+        additional = self._state.additional_losses if last else {}
         return Vote(
             worker=self._source.worker,
             step=self._state.step,
             pipeline=self.pipeline_id,
-            stage=self.stage_id,
+            stage=stage,
             squared_norms=norms,
-            losses=losses,
-            additional_losses={
-                name: float(total) / self.micro_batches for name, total in self._state.additional_losses.items()
-            },
+            losses={self.micro_batch_range[m]: float(loss) for m, loss in self._state.losses.items()} if last else {},
+            additional_losses={name: float(total) / self.micro_batches for name, total in additional.items()},
             overflow=self.fp16_enabled() and not all(map(math.isfinite, norms.values())),
-            forward_seconds=self._clock.seconds("forward"),
-            backward_seconds=self._clock.seconds("backward"),
-            buffers_changed=self._replicas.changed(),
+            forward_seconds=self._clock.seconds("forward", stage),
+            backward_seconds=self._clock.seconds("backward", stage),
         )
 
     @torch.no_grad()

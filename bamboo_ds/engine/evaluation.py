@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
-from bamboo_ds.engine.execution import Execution
+from bamboo_ds.engine.data import StepBatches
+from bamboo_ds.engine.failover import Failover
+from bamboo_ds.engine.state import StepState
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.module import untouched_randomness
 from bamboo_ds.world import world_of_one
 
 
-class Evaluation(Execution):
+class Evaluation(Failover):
     """The evaluating part of the engine."""
+
+    def _step_batches(self) -> StepBatches:
+        """Return the source of the running step's batches."""
+        raise NotImplementedError  # the engine has the data
 
     def eval_batch(
         self,
@@ -51,12 +57,35 @@ class Evaluation(Execution):
             torch.no_grad(),
             self._evaluating(data_iter),
         ):
-            self._compute_loss, self.eval_return_logits, self.outputs = compute_loss, return_logits, None
-            self._exec_schedule(self._inference_schedule(micro_batches))
-            result = self._reduced(reduce_output, compute_loss, bcast_loss)
+            self._compute_loss, self.eval_return_logits = compute_loss, return_logits
+            self._adopt_newest()
+            self._begin_evaluation(micro_batches)
+            result = self._evaluate(micro_batches, reduce_output, compute_loss, bcast_loss)
             self.network.forget()
             outputs, self.outputs = self.outputs, None
         return (result, outputs) if return_logits else result
+
+    def _begin_evaluation(self, micro_batches: int) -> None:
+        self._state = StepState(step=-self._evaluations, share=self._evaluation_range(micro_batches))
+        self._batches = self._step_batches()
+
+    def _evaluate(self, micro_batches: int, reduce_output: str | None, compute_loss: bool, bcast_loss: bool) -> Any:
+        """Run the forwards and reduce their results; all over again when a worker is lost meanwhile.
+
+        Batches that were drawn are kept. Messages of an attempt that failed are told apart by its number.
+        """
+        while True:
+            with self._through_plan_changes(self._begin_anew):
+                if not self._committer.decided():
+                    self.outputs, self._attempt = None, self.plan.version
+                    self._state = StepState(step=self._state.step, share=self._state.share)
+                    self._run_once(self._inference_schedule(micro_batches))
+                return self._reduced(reduce_output, compute_loss, bcast_loss)
+
+    def _begin_anew(self) -> None:
+        """Adopt the newest plan in the middle of an evaluation: what was sent counts for nothing."""
+        self.network.drop_journals()
+        self._adopt_newest()
 
     @contextlib.contextmanager
     def _evaluating(self, data_iter: Iterator[Any] | None) -> Iterator[None]:
@@ -76,12 +105,12 @@ class Evaluation(Execution):
     def _reduced(self, reduce_output: str | None, compute_loss: bool, bcast_loss: bool) -> Any:
         results = [self._state.losses[micro_batch] for micro_batch in sorted(self._state.losses)]
         if reduce_output is None:
+            if self._source.elastic:
+                self._committer.share("")  # all are through: nobody will need this batch again
             return results if self.is_last_stage() else None
         means = _means(results)
-        gathered = [
-            json.loads(row) for row in self.network.world.gather_bytes(json.dumps(_told(means, len(results))).encode())
-        ]
-        overall = _overall(gathered)
+        row = json.dumps(_told(means, len(results))) if results else ""
+        overall = _overall([json.loads(other) for other in self._committer.share(row)])
         if compute_loss:
             self._report_evaluation(overall[0])
         if self.is_last_stage():
@@ -118,10 +147,9 @@ def _told(means: list[torch.Tensor], count: int) -> dict[str, Any]:
 
 def _overall(gathered: list[dict[str, Any]]) -> list[Any]:
     """Return the mean over pipelines of each part, weighted by micro-batches."""
-    rows = [row for row in gathered if row["count"]]
-    total = sum(row["count"] for row in rows)
+    total = sum(row["count"] for row in gathered)
     weighted = [
-        [torch.tensor(mean, dtype=torch.float64) * (row["count"] / total) for mean in row["means"]] for row in rows
+        [torch.tensor(mean, dtype=torch.float64) * (row["count"] / total) for mean in row["means"]] for row in gathered
     ]
     return [torch.stack(column).sum(dim=0).tolist() for column in zip(*weighted, strict=True)]
 

@@ -29,7 +29,7 @@ from bamboo_ds.engine.precision import LocalGradients
 from bamboo_ds.engine.state import Slot, Statistics, StepState, Value, like, required, tensors_of
 from bamboo_ds.engine.swap import ActivationSwap
 from bamboo_ds.errors import ConfigError
-from bamboo_ds.module import BambooPipelineModule
+from bamboo_ds.module import BambooPipelineModule, seed_all
 from bamboo_ds.plan import Plan
 from bamboo_ds.plan.seeds import layer_seed
 from bamboo_ds.schedule import instructions
@@ -42,6 +42,7 @@ class Execution(PipelineEngine):
     plan: Plan
     network: Network
     micro_batch_range: range
+    owned_stages: tuple[int, ...] = (0,)  # of DeepSpeed's world of one, until the worker takes its place
     _state: StepState
     _batches: StepBatches
     _local: LocalGradients
@@ -49,6 +50,7 @@ class Execution(PipelineEngine):
     _swap: ActivationSwap
     _seed: int
     _training_micro_batches: int
+    _attempt: int
     _reducer: GradientReducer
     statistics: Statistics
     data_iterator: Any
@@ -64,24 +66,62 @@ class Execution(PipelineEngine):
 
     def _exec_forward_pass(self, stage: int, micro_batch: int) -> None:
         slot = self._state.slot(stage, micro_batch)
-        with self._breakdown(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER), self._clock.timed("forward"):
+        if stage > 0 and stage - 1 in self.owned_stages:
+            self._hand_over_activation(stage, micro_batch)
+        with self._breakdown(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER), self._clock.timed("forward", stage):
             slot.outputs = self._run(stage, micro_batch, slot.inputs)
-            if stage == self.num_stages - 1:
-                self._take_loss(slot, micro_batch)
+            self._finish_forward(stage, micro_batch)
+        if self._follows_data:
+            self._batches.batch(micro_batch)
+
+    @property
+    def _follows_data(self) -> bool:
+        """Whether this worker draws batches that it has no use for yet."""
+        return False
+
+    def _finish_forward(self, stage: int, micro_batch: int) -> None:
+        """Take the loss of the last stage; make the message that carries the outputs of any other."""
+        slot = self._state.slot(stage, micro_batch)
+        if stage == self.num_stages - 1:
+            self._take_loss(slot, micro_batch)
+            return
+        produced: Value = required(slot.outputs)
+        slot.sent = make_message(
+            self._address(Kind.ACTIVATION, stage + 1, micro_batch),
+            tensors_of(produced),
+            is_tuple=isinstance(produced, tuple),
+            requires_grad=[tensor.requires_grad for tensor in tensors_of(produced)],
+            digest=slot.digest,
+        )
+
+    def _hand_over_activation(self, stage: int, micro_batch: int) -> None:
+        """Give this worker's own outputs to the next stage, which is its own too, as a link would."""
+        before, slot = self._state.slot(stage - 1, micro_batch), self._state.slot(stage, micro_batch)
+        slot.inputs, slot.digest = self._received(required(before.sent)), before.digest
+        if not torch.is_grad_enabled():
+            before.inputs = before.outputs = before.sent = None
+
+    def _exec_promote_forward(self, stage: int, micro_batch: int) -> None:
+        """Take a redundant forward for that of the stage's owner, who is lost."""
+        saved, slot = self._state.redundant.pop((stage, micro_batch)), self._state.slot(stage, micro_batch)
+        before = self._batches.batch(micro_batch) if stage == 0 else self._state.slot(stage - 1, micro_batch)
+        slot.inputs, slot.outputs, slot.digest = saved.inputs, saved.outputs, before.digest
+        self._finish_forward(stage, micro_batch)
 
     def _run(self, stage: int, micro_batch: int, inputs: Value | None) -> Any:
         """Run a stage on copies of its inputs, so that a layer which works in place spoils nothing still needed."""
         given: Value = required(inputs)
         copies = tuple(tensor.clone() for tensor in tensors_of(given))
-        position = self._state.share[micro_batch]
         outputs = self.module.run_stage(
-            stage,
-            like(given, copies),
-            seed_of=lambda layer: layer_seed(self._seed, step=self._state.step, micro_batch=position, layer=layer),
+            stage, like(given, copies), seed_of=lambda layer: self._seed_of(micro_batch, layer=layer)
         )
         if stage < self.num_stages - 1:
             outputs = self._apart_from_buffers(stage, _checked(outputs, stage))
         return outputs
+
+    def _seed_of(self, micro_batch: int, *, layer: int) -> int:
+        position = self._state.share[micro_batch]
+        return layer_seed(self._seed, step=self._state.step, micro_batch=position, layer=layer)
 
     def _apart_from_buffers(self, stage: int, outputs: Value) -> Value:
         """Copy outputs that are buffers: the next forward may overwrite them while they are under way or kept."""
@@ -96,6 +136,8 @@ class Execution(PipelineEngine):
             check_same(slot.digest, batch.digest, step=self._state.step, micro_batch=self._state.share[micro_batch])
         if self.eval_return_logits:
             self.outputs = slot.outputs
+        # A loss that draws must draw alike when the forward was run ahead of it, by the shadow.
+        seed_all(self._seed_of(micro_batch, layer=len(self.module._layer_specs)))
         has_loss_fn = self._compute_loss and self.module.loss_fn is not None
         self.loss = self.module.loss_fn(slot.outputs, batch.labels) if has_loss_fn else slot.outputs
         slot.loss = self.loss
@@ -108,7 +150,7 @@ class Execution(PipelineEngine):
 
     def _exec_backward_pass(self, stage: int, micro_batch: int) -> None:
         slot = self._state.slot(stage, micro_batch)
-        with self._breakdown(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER), self._clock.timed("backward"):
+        with self._breakdown(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER), self._clock.timed("backward", stage):
             if stage == self.num_stages - 1:
                 self._backward_loss(slot)
             else:
@@ -116,7 +158,11 @@ class Execution(PipelineEngine):
                 outputs = [tensor for tensor in tensors_of(produced) if tensor.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, list(slot.output_gradients))
-            self._local.collect(self._reducer.own_parameters)
+            self._local.collect(stage, self._reducer.parameters(stage))
+        if stage > 0 and stage - 1 in self.owned_stages:
+            gradients = self._gradient_message(stage, micro_batch).tensors
+            self._state.slot(stage - 1, micro_batch).output_gradients = gradients
+            slot.inputs = None
         slot.outputs, slot.loss, slot.output_gradients = None, None, ()
         self.loss = _detached(self.loss)  # else the last graph would live until the next step
 
@@ -146,22 +192,15 @@ class Execution(PipelineEngine):
     def _exec_send_activations(self, stage: int, micro_batch: int) -> None:
         slot = self._state.slot(stage, micro_batch)
         with self._breakdown(PIPE_SEND_OUTPUT_TIMER):
-            produced: Value = required(slot.outputs)
-            tensors = tensors_of(produced)
-            slot.sent = make_message(
-                self._address(Kind.ACTIVATION, stage + 1, micro_batch),
-                tensors,
-                is_tuple=isinstance(slot.outputs, tuple),
-                requires_grad=[tensor.requires_grad for tensor in tensors],
-                digest=slot.digest,
-            )
-            self.network.outbound[Kind.ACTIVATION].send(slot.sent)
+            self.network.outbound[Kind.ACTIVATION, stage].send(required(slot.sent))
         if not torch.is_grad_enabled():
             slot.inputs = slot.outputs = slot.sent = None
 
     def _exec_recv_activations(self, stage: int, micro_batch: int) -> None:
         with self._breakdown(PIPE_RECV_INPUT_TIMER):
-            message = self.network.inbound[Kind.ACTIVATION].receive(self._address(Kind.ACTIVATION, stage, micro_batch))
+            message = self.network.inbound[Kind.ACTIVATION, stage].receive(
+                self._address(Kind.ACTIVATION, stage, micro_batch)
+            )
             slot = self._state.slot(stage, micro_batch)
             slot.inputs, slot.digest = self._received(message), message.header.digest
 
@@ -176,21 +215,23 @@ class Execution(PipelineEngine):
         return leaves if message.header.is_tuple else leaves[0]
 
     def _exec_send_grads(self, stage: int, micro_batch: int) -> None:
-        """Send back a gradient for each tensor that asks for one; zero where the stage did not use it."""
-        slot = self._state.slot(stage, micro_batch)
         with self._breakdown(PIPE_SEND_GRAD_TIMER):
-            received: Value = required(slot.inputs)
-            asked = [tensor for tensor in tensors_of(received) if tensor.requires_grad]
-            gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in asked]
-            address = self._address(Kind.GRADIENT, stage - 1, micro_batch)
-            self.network.outbound[Kind.GRADIENT].send(
-                make_message(address, gradients, is_tuple=True, requires_grad=[False] * len(gradients))
-            )
-        slot.inputs = None
+            self.network.outbound[Kind.GRADIENT, stage].send(self._gradient_message(stage, micro_batch))
+        self._state.slot(stage, micro_batch).inputs = None
+
+    def _gradient_message(self, stage: int, micro_batch: int) -> Message:
+        """Return a gradient for each input tensor that asks for one; zero where the stage did not use it."""
+        received: Value = required(self._state.slot(stage, micro_batch).inputs)
+        asked = [tensor for tensor in tensors_of(received) if tensor.requires_grad]
+        gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in asked]
+        address = self._address(Kind.GRADIENT, stage - 1, micro_batch)
+        return make_message(address, gradients, is_tuple=True, requires_grad=[False] * len(gradients))
 
     def _exec_recv_grads(self, stage: int, micro_batch: int) -> None:
         with self._breakdown(PIPE_RECV_GRAD_TIMER):
-            message = self.network.inbound[Kind.GRADIENT].receive(self._address(Kind.GRADIENT, stage, micro_batch))
+            message = self.network.inbound[Kind.GRADIENT, stage].receive(
+                self._address(Kind.GRADIENT, stage, micro_batch)
+            )
             gradients = tuple(tensor.to(self.device) for tensor in message.tensors)
             self._state.slot(stage, micro_batch).output_gradients = gradients
 
@@ -198,7 +239,7 @@ class Execution(PipelineEngine):
         return Address(
             kind=kind,
             epoch=self.plan.epoch,
-            version=self.plan.version,
+            attempt=self._attempt,
             step=self._state.step,
             stage=stage,
             micro_batch=micro_batch,
@@ -226,6 +267,7 @@ class Execution(PipelineEngine):
 EXECUTION_MAP: dict[type, Any] = {
     instructions.LoadMicroBatch: Execution._exec_load_micro_batch,
     instructions.ForwardPass: Execution._exec_forward_pass,
+    instructions.PromoteForward: Execution._exec_promote_forward,
     instructions.BackwardPass: Execution._exec_backward_pass,
     instructions.RedundantForward: Execution._exec_redundant_forward,
     instructions.SendActivation: Execution._exec_send_activations,

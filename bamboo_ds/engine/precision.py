@@ -118,31 +118,46 @@ def target_of(parameter: torch.nn.Parameter, optimizer: Any) -> torch.nn.Paramet
 
 
 class LocalGradients:
-    """The gradients of this worker's own backwards, kept until the commit.
+    """The gradients of this worker's own backwards, by stage, kept until the commit.
 
-    Low-precision gradients are added into fp32 accumulators after each micro-batch; the sum over micro-batches would
-    otherwise be rounded to low precision at each addition.
+    They are taken out of `.grad` after each backward where autograd must not add to them by itself: low-precision
+    gradients are summed in fp32, as the sum over micro-batches would otherwise be rounded at each addition; and where
+    a worker runs several stages, a tied parameter's gradients are summed by stage, as they come from several seats.
+
+    Args:
+        stage: the worker's own.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+    def __init__(self, stage: int) -> None:
+        self._stage, self._by_stage = stage, False
+        self._sums: dict[tuple[int, torch.nn.Parameter], torch.Tensor] = {}
 
     @torch.no_grad()
-    def collect(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Take in what the last backward left in `.grad`."""
+    def collect(self, stage: int, parameters: list[torch.nn.Parameter]) -> None:
+        """Take in what the last backward of a stage left in `.grad` of its parameters."""
         for parameter in parameters:
-            if parameter.grad is None or parameter.dtype not in (torch.float16, torch.bfloat16):
+            if parameter.grad is None or not (self._by_stage or _is_low(parameter)):
                 continue
-            if parameter in self._sums:
-                self._sums[parameter].add_(parameter.grad)
+            if (stage, parameter) in self._sums:
+                self._sums[stage, parameter].add_(parameter.grad)
             else:
-                self._sums[parameter] = parameter.grad.float()
+                self._sums[stage, parameter] = parameter.grad.float() if _is_low(parameter) else parameter.grad
             parameter.grad = None
 
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the sum over the micro-batches so far; None when nothing reached the parameter."""
-        return self._sums.get(parameter, parameter.grad)
+    def tell_stages_apart(self, parameters: list[torch.nn.Parameter]) -> None:
+        """From now on, sum by stage. What `.grad` of the parameters holds came from the worker's own stage."""
+        self._by_stage = True
+        self.collect(self._stage, parameters)
+
+    def of(self, stage: int, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the sum over the micro-batches of a stage so far; None when nothing of it reached the parameter."""
+        in_place = parameter.grad if stage == self._stage and not self._by_stage else None
+        return self._sums.get((stage, parameter), in_place)
 
     def clear(self) -> None:
-        """Drop the low-precision sums."""
+        """Drop all sums."""
         self._sums = {}
+
+
+def _is_low(parameter: torch.nn.Parameter) -> bool:
+    return parameter.dtype in (torch.float16, torch.bfloat16)

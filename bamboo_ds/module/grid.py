@@ -7,6 +7,7 @@ process groups: a group that cannot lose a member is what Bamboo avoids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -21,16 +22,17 @@ class PlanGrid:
     model_parallel_size = slice_parallel_size = 1
 
     def __init__(self, plan: Plan, *, worker: int) -> None:
-        self._plan, self.global_rank = plan, worker
+        self._plan = plan
+        self.global_rank = plan.workers.index(worker)
         place = plan.place(worker)
         self.stage_id, self.data_parallel_id = place.stage, place.pipeline
         self.pipe_parallel_size, self.data_parallel_size = plan.num_stages, plan.num_pipelines
         self.world_size = len(plan.workers)
         self.is_first_stage = place.stage == 0
         self.is_last_stage = place.stage == plan.num_stages - 1
-        self.pp_group = list(plan.owners[place.pipeline])
-        self.dp_group = list(plan.stage_owners(place.stage))
-        self.slice_group = [worker]
+        self.pp_group = self._ranks(plan.owners[place.pipeline])
+        self.dp_group = self._ranks(plan.stage_owners(place.stage))
+        self.slice_group = [self.global_rank]
         self._topo = PipeDataParallelTopology(num_pp=plan.num_stages, num_dp=plan.num_pipelines)
 
     def topology(self) -> PipeDataParallelTopology:
@@ -38,7 +40,7 @@ class PlanGrid:
         return self._topo
 
     def get_global_rank(self) -> int:
-        """Return the worker id."""
+        """Return the rank among the workers that train: the position of this worker's id among theirs."""
         return self.global_rank
 
     def get_stage_id(self) -> int:
@@ -79,8 +81,11 @@ class PlanGrid:
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
     def stage_to_global(self, stage_id: int, data: int | None = None, **_: Any) -> int:
-        """Return the worker of a stage, in this pipeline or in pipeline `data`."""
-        return self._plan.owners[self.data_parallel_id if data is None else data][stage_id]
+        """Return the rank of a stage's worker, in this pipeline or in pipeline `data`."""
+        return self._ranks([self._plan.owners[self.data_parallel_id if data is None else data][stage_id]])[0]
+
+    def _ranks(self, workers: Iterable[int]) -> list[int]:
+        return [self._plan.workers.index(worker) for worker in workers]
 
     def _no_group(self) -> NoReturn:
         raise UnsupportedFeatureError(

@@ -30,7 +30,8 @@ from bamboo_ds.module.layers import (
     tied_function,
     untouched_randomness,
 )
-from bamboo_ds.plan import static_plan
+from bamboo_ds.module.seat import take_seat
+from bamboo_ds.plan import Plan
 from bamboo_ds.plan.seeds import initial_seed
 from bamboo_ds.world import World, init_distributed, local_device, world_of_one
 
@@ -83,7 +84,7 @@ class BambooPipelineModule(PipelineModule):
     ) -> None:
         world = init_distributed()
         specs = list(layers)
-        self._take_place(world, stages_of(num_stages, topology), pipelines_of(topology))
+        self._take_place(world, stages_of(num_stages, topology), pipelines_of(topology), layers=len(specs))
         self._initial_seed = torch.initial_seed()
         refuse_hidden_ties(specs)
         with world_of_one(quiet=world.rank != 0):
@@ -104,10 +105,15 @@ class BambooPipelineModule(PipelineModule):
 
     # ---- place -------------------------------------------------------------------------------------------------
 
-    def _take_place(self, world: World, num_stages: int, pipelines: int | None) -> None:
-        self.plan = static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines)
-        self.worker = world.rank
-        self.own_stage = self.plan.place(world.rank).stage
+    def _take_place(
+        self, world: World, num_stages: int, pipelines: int | None, *, layers: int, built: bool = False
+    ) -> None:
+        self.plan, self.spec = take_seat(
+            world, num_stages=num_stages, num_layers=layers, pipelines=pipelines, built=built
+        )
+        self.worker = world.worker
+        self.own_stage = self.plan.place(self.worker).stage
+        self.owned_stages: tuple[int, ...] = (self.own_stage,)
         self.redundant_stage: int | None = None
         self._redundant: StageLayers | None = None
         self._tied: dict[str, nn.Module] = {}
@@ -116,8 +122,8 @@ class BambooPipelineModule(PipelineModule):
         """Let `mpu()`, `topology()` and the stage attributes speak of the plan instead of DeepSpeed's world of one."""
         self._grid = PlanGrid(self.plan, worker=self.worker)
         self._topo = self._grid.topology()
-        self.num_stages, self.stage_id, self.global_rank = self.plan.num_stages, self.own_stage, self.worker
-        self.world_size = len(self.plan.workers)
+        self.num_stages, self.stage_id = self.plan.num_stages, self.own_stage
+        self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
 
     def solo_grid(self) -> Any:
         """Return the grid of DeepSpeed's world of one, for the construction of its engine."""
@@ -182,6 +188,17 @@ class BambooPipelineModule(PipelineModule):
             layer.to(local_device())
         for parameter in self.redundant_parameters():
             parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+    def follow(self, plan: Plan) -> None:
+        """Adopt a newer version of the epoch's plan: layers held for a lost neighbour may become owned.
+
+        They stay off the module tree; what is owned is in `owned_stages`, the own stage first.
+        """
+        self.plan = plan
+        self.owned_stages = tuple(place.stage for place in plan.places(self.worker))
+        for parameter in self.redundant_parameters():
+            parameter.ds_pipe_replicated = len(self.owned_stages) == 1  # type: ignore[attr-defined]
+        self.answer_truly()
 
     def cast_redundant_layers(self, dtype: torch.dtype) -> None:
         """Cast the floating-point parameters of the redundant layers, as DeepSpeed casts those of the module."""
@@ -338,7 +355,9 @@ def adopt(model: PipelineModule, world: World) -> BambooPipelineModule:
     kind = type(model)
     model.__class__ = type(kind.__name__, (BambooPipelineModule, kind), {"__doc__": kind.__doc__})
     adopted: BambooPipelineModule = model
-    adopted._take_place(world, topology.get_dim("pipe"), topology.get_dim("data"))
+    adopted._take_place(
+        world, topology.get_dim("pipe"), topology.get_dim("data"), layers=len(model._layer_specs), built=True
+    )
     adopted._initial_seed = torch.initial_seed()
     adopted.parts = [int(bound) for bound in adopted.parts]
     adopted.tied_comms = {}

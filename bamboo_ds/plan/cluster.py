@@ -56,16 +56,12 @@ class Bounds:
         pipelines: upper bound of D: the smaller of `bamboo.pipelines` and M; None for as many as the workers fill.
         min_stages: lower bound of P.
         redundancy: whether shadows hold redundant layers.
-        start_workers: a job starts at once when so many workers are there; None for as many as the bounds use.
-        patience_seconds: a job starts with fewer when for so long nobody has joined.
     """
 
     num_stages: int
     pipelines: int | None = None
     min_stages: int = 1
     redundancy: bool = True
-    start_workers: int | None = None
-    patience_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_stages <= self.num_stages:
@@ -75,13 +71,6 @@ class Bounds:
             )
         if self.pipelines is not None and self.pipelines < 1:
             raise ConfigError(f"bamboo.pipelines = {self.pipelines}: must be at least 1")
-
-    @property
-    def full_house(self) -> int | None:
-        """The number of workers for which a start need not wait for more; None when there is no such number."""
-        most = None if self.pipelines is None else self.num_stages * self.pipelines
-        wanted = [number for number in (self.start_workers, most) if number is not None]
-        return max(min(wanted), self.min_stages) if wanted else None
 
     def shape(self, workers: int) -> Shape | None:
         """Return the largest shape for this many workers: D shrinks before P. None when they are too few."""

@@ -56,10 +56,12 @@ class Ballot:
     Attributes:
         votes: one per live worker of the pipeline.
         loss_scale: factor that is still in the gradients (fp16).
+        rows: in place of votes, what an evaluation wants all workers to see, as text.
     """
 
     votes: tuple[Vote, ...]
     loss_scale: float = 1.0
+    rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,12 @@ class Outcome:
     Attributes:
         decision: None when the step cannot be committed.
         refusal: text of the `NonFiniteLossError` that all workers raise.
+        rows: those of all ballots, by pipeline.
     """
 
     decision: Decision | None = None
     refusal: str = ""
+    rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +105,12 @@ class Decision:
 
 
 def settle(ballots: Iterable[Ballot]) -> Outcome:
-    """Make the outcome of a step of the ballots of all its pipelines."""
+    """Make the outcome of a step, or of an evaluation, of the ballots of all pipelines in their order."""
     cast = list(ballots)
+    votes = [vote for ballot in cast for vote in ballot.votes]
+    if not votes:
+        return Outcome(rows=tuple(row for ballot in cast for row in ballot.rows))
     try:
-        votes = [vote for ballot in cast for vote in ballot.votes]
         return Outcome(decision=tally(votes, loss_scale=cast[0].loss_scale))
     except NonFiniteLossError as error:
         return Outcome(refusal=str(error))

@@ -134,6 +134,11 @@ class Plan:
         """Return the owners of a stage, by pipeline."""
         return tuple(owners[stage] for owners in self.owners)
 
+    def owner_stages(self, pipeline: int) -> tuple[int, ...]:
+        """Return the home stage of the owner of each stage of a pipeline."""
+        homes = self.homes[pipeline]
+        return tuple(homes.index(owner) for owner in self.owners[pipeline])
+
     def holders(self, stages: frozenset[int], *, redundancy: bool) -> tuple[int, ...]:
         """Return the ids of all workers that hold layers of any of `stages`, ascending.
 
@@ -144,6 +149,29 @@ class Plan:
             held_by |= {self.shadow_stage(stage) for stage in stages}
         return tuple(sorted({homes[stage] for homes in self.homes for stage in held_by} - self.dead))
 
+    def seats(self, stages: frozenset[int], *, redundancy: bool) -> tuple[Seat, ...]:
+        """Return the seats of the gradient group of `stages`: one per home that holds any of them, by ascending id.
+
+        A seat outlives its worker. The seat of a dead worker is taken by whoever owns its stage now; where it sat only
+        as the shadow of the next stage, by the owner of that. So a group keeps its size and order in an epoch, and a
+        sum its bits.
+
+        Raises:
+            InfeasiblePlanError: the plan is aborted: nobody can take a seat.
+        """
+        if self.aborted:
+            raise InfeasiblePlanError(f"the plan {self.epoch}.{self.version} is aborted: nobody trains under it")
+        held_by = set(stages)
+        if redundancy and self.num_stages > 1:
+            held_by |= {self.shadow_stage(stage) for stage in stages}
+        seats = []
+        for pipeline, homes in enumerate(self.homes):
+            for stage in held_by:
+                wanted = stage if stage in stages else (stage + 1) % self.num_stages
+                taker = homes[stage] if homes[stage] not in self.dead else self.owners[pipeline][wanted]
+                seats.append(Seat(home=homes[stage], stage=stage, worker=taker))
+        return tuple(sorted(seats, key=lambda seat: seat.home))
+
     def share(self, pipeline: int, *, micro_batches: int) -> range:
         """Return which of the M micro-batches of a global batch a pipeline trains.
 
@@ -152,6 +180,21 @@ class Plan:
         return range(
             pipeline * micro_batches // self.num_pipelines, (pipeline + 1) * micro_batches // self.num_pipelines
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One member of a gradient group.
+
+    Attributes:
+        home: id of the worker that had it when the epoch began.
+        stage: home stage of that worker, whose gradients the seat contributes (zeros if the group is of other stages).
+        worker: id of the worker that sits there now.
+    """
+
+    home: int
+    stage: int
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ replaced by one that goes on as it would have. Plans grow in number and never ch
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from bamboo_ds.plan.cluster import Bounds, Cluster, Worker
@@ -33,10 +33,10 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
-    """Nobody has joined for so many seconds."""
+class Launched:
+    """A launcher has placed the workers already: the first plan is given."""
 
-    seconds: float
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Boundary:
     """No step runs: it has committed, or everyone alive has dropped its work."""
 
 
-Event = Joined | Waited | Lost | Boundary
+Event = Joined | Launched | Lost | Boundary
 
 
 class Action(str, Enum):
@@ -98,7 +98,8 @@ def decide(cluster: Cluster, plan: Plan | None, event: Event) -> PlanDecision:
     """Return what follows from an event.
 
     Args:
-        cluster: the nodes whose lease lives, and the bounds of the job.
+        cluster: the nodes whose lease lives, and the bounds of the job. Before the first plan, of the workers that
+            begin only.
         plan: the current plan; None before the first.
         event: what happened.
     """
@@ -124,18 +125,25 @@ def unheld_stages(plan: Plan, *, alive: Iterable[int], redundancy: bool) -> tupl
 
 
 def _first(cluster: Cluster, event: Event) -> PlanDecision:
-    """Decide before the first plan: start with a full house at once, with fewer once patience has run out."""
+    """Decide before the first plan: who begins is settled (`plan.roster`), so start as soon as they make a plan."""
     bounds, lost = cluster.bounds, event.losses if isinstance(event, Lost) else ()
     live = cluster.live(frozenset(loss.worker for loss in lost))
-    full = bounds.full_house is not None and len(live) >= bounds.full_house
-    patient = not isinstance(event, Waited) or event.seconds < bounds.patience_seconds
+    if isinstance(event, Launched):
+        return _as_launched(event.plan, live)
     shape = bounds.shape(len(live))
     if shape is None:
         return PlanDecision(Action.WAIT, _too_few(bounds, live))
-    if patient and not full:
-        return PlanDecision(Action.WAIT, _not_full(bounds, live))
     cause = f"{len(live)} workers are there"
     return PlanDecision(Action.START, f"{cause}: {shape}", Plan(owners=arrange(live, shape=shape), cause=cause))
+
+
+def _as_launched(plan: Plan, live: tuple[Worker, ...]) -> PlanDecision:
+    missing = sorted(set(plan.workers) - {worker.id for worker in live})
+    if missing:
+        return PlanDecision(Action.WAIT, f"worker(s) {_listed(missing)} of the launcher's plan are not there")
+    cause = f"the launcher has placed {len(plan.workers)} workers"
+    shape = f"{plan.num_stages} stages x {plan.num_pipelines} pipelines"
+    return PlanDecision(Action.START, f"{cause}: {shape}", replace(plan, cause=cause))
 
 
 def _join(plan: Plan, workers: tuple[int, ...]) -> PlanDecision:
@@ -191,13 +199,6 @@ def _listed(ids: Iterable[int]) -> str:
 
 def _too_few(bounds: Bounds, live: tuple[Worker, ...]) -> str:
     return f"{len(live)} worker(s) are there, and min_stages = {bounds.min_stages}: waiting for nodes"
-
-
-def _not_full(bounds: Bounds, live: tuple[Worker, ...]) -> str:
-    wanted = "more" if bounds.full_house is None else f"{bounds.full_house} workers"
-    return (
-        f"{len(live)} worker(s) are there; waiting for {wanted}, at most {bounds.patience_seconds:g} s after the last"
-    )
 
 
 def _handed_over(before: Plan, after: Plan) -> str:

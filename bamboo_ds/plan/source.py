@@ -1,12 +1,13 @@
 """Where a worker's plan comes from.
 
-The engine never asks the cluster: it is handed a `PlanSource`. This one never changes; an elastic one watches the
-cluster store.
+The engine never asks the cluster: it is handed a `PlanSource`. The static one never changes; the elastic one
+(`bamboo_ds.elastic.member.Member`) watches the cluster's store.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from bamboo_ds.plan.plan import Plan
 
@@ -19,6 +20,11 @@ class PlanSource(Protocol):
         """Id of this worker; never changes."""
         ...
 
+    @property
+    def elastic(self) -> bool:
+        """Whether a newer plan may come: then who meets a broken link waits for what the cluster says of it."""
+        ...
+
     def current(self) -> Plan:
         """Return the newest plan."""
         ...
@@ -27,9 +33,33 @@ class PlanSource(Protocol):
         """Raise when `plan` is no longer the newest: every wait of the engine calls this while it waits."""
         ...
 
+    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Let `listener` be called, from another thread, whenever `check` may have something new to say.
+
+        Returns:
+            What ends it.
+        """
+        ...
+
+    @property
+    def cut(self) -> Callable[[], None] | None:
+        """What takes this worker's node off the network; None where that cannot be done."""
+        ...
+
+    def tell(self, kind: str, text: str, **fields: Any) -> None:
+        """Let people know of something that happened. Takes a second at most, and never raises."""
+        ...
+
+    def report(self, suspect: int, detail: str, *, plan: Plan) -> None:
+        """Say that this worker's link to another one, made under `plan`, broke. Never waits, never raises."""
+        ...
+
 
 class StaticPlanSource:
     """A plan that holds for the whole job."""
+
+    elastic = False
+    cut = None
 
     def __init__(self, plan: Plan, *, worker: int) -> None:
         self._plan, self._worker = plan, worker
@@ -45,3 +75,13 @@ class StaticPlanSource:
 
     def check(self, plan: Plan) -> None:
         """Do nothing: a static plan is never replaced."""
+
+    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Do nothing: there is never news."""
+        return lambda: None
+
+    def tell(self, kind: str, text: str, **fields: Any) -> None:
+        """Do nothing: there is no log of events."""
+
+    def report(self, suspect: int, detail: str, *, plan: Plan) -> None:
+        """Do nothing: there is nobody to judge it."""

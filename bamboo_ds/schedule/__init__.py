@@ -1,7 +1,8 @@
 """Orders the work of a step; knows no tensors.
 
-What reasons about time (costs, timing, windows, bound, grid, check) is pure and imports in milliseconds. The classes
-that DeepSpeed must recognise load DeepSpeed, so they load when they are first asked for.
+What reasons about orders and time (words, costs, timing, windows, bound, takeover, disturbance, grid, check) is pure
+and imports in milliseconds. The classes that DeepSpeed must recognise load DeepSpeed, so they load when they are first
+asked for.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.schedule.costs import StageCosts
-from bamboo_ds.schedule.operations import Kind, Operation, clock, clock_order, shadow_of
+from bamboo_ds.schedule.disturbance import Disturbance, disturb
+from bamboo_ds.schedule.operations import Kind, Operation, clock, clock_order, shadow_of, shadowed_stage
 from bamboo_ds.schedule.timing import Event, Timeline, Window, simulate
 from bamboo_ds.schedule.windows import MODES, Redundancy, eager_bound, frc_share, worker_orders
 
 if TYPE_CHECKING:
+    from bamboo_ds.schedule.failover import FailoverSchedule
     from bamboo_ds.schedule.inference import BambooInferenceSchedule
     from bamboo_ds.schedule.train import BambooTrainSchedule
 
@@ -22,7 +25,9 @@ __all__ = [
     "MODES",
     "BambooInferenceSchedule",
     "BambooTrainSchedule",
+    "Disturbance",
     "Event",
+    "FailoverSchedule",
     "Kind",
     "Operation",
     "Redundancy",
@@ -31,14 +36,20 @@ __all__ = [
     "Window",
     "clock",
     "clock_order",
+    "disturb",
     "eager_bound",
     "frc_share",
     "shadow_of",
+    "shadowed_stage",
     "simulate",
     "worker_orders",
 ]
 
-_NEEDS_DEEPSPEED = {"BambooTrainSchedule": "train", "BambooInferenceSchedule": "inference"}
+_NEEDS_DEEPSPEED = {
+    "BambooTrainSchedule": "train",
+    "BambooInferenceSchedule": "inference",
+    "FailoverSchedule": "failover",
+}
 
 
 def __getattr__(name: str) -> Any:

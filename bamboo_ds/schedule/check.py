@@ -10,6 +10,9 @@ What is proved, for the workers of one pipeline:
   block, a receive waits for one named link only. This is a Kahn network: running one worker never takes away another's
   ability to run, so all maximal runs execute the same instructions and the greedy one stands for them all.
 
+What is checked are whole steps without a loss, whoever owns the stages; the rest of a step after a loss (`failover`)
+fits no fixed set of schedules, as it depends on what the lost worker had sent.
+
 Instructions are read by class name and `kwargs`, so this module needs neither torch nor DeepSpeed.
 """
 

@@ -8,8 +8,9 @@ from functools import lru_cache
 from deepspeed.runtime.pipe.schedule import InferenceSchedule
 
 from bamboo_ds.errors import ScheduleError
-from bamboo_ds.schedule.instructions import Instruction, expand
+from bamboo_ds.schedule.instructions import Instruction, from_word
 from bamboo_ds.schedule.operations import Kind, clock_order, validate
+from bamboo_ds.schedule.words import expand
 
 
 class BambooInferenceSchedule(InferenceSchedule):
@@ -45,4 +46,4 @@ class BambooInferenceSchedule(InferenceSchedule):
 def _steps(micro_batches: int, stages: int, owned: tuple[int, ...]) -> tuple[tuple[Instruction, ...], ...]:
     order = clock_order(owned, stages=stages, micro_batches=micro_batches)
     forwards = (operation for operation in order if operation.kind is Kind.FORWARD)
-    return tuple(expand(operation, stages=stages, owned=owned) for operation in forwards)
+    return tuple(tuple(map(from_word, expand(operation, stages=stages, owned=owned))) for operation in forwards)

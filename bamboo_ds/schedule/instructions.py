@@ -10,12 +10,13 @@ The engine runs an instruction with `method(**instruction.kwargs)`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from deepspeed.runtime.pipe import schedule as stock
 
-from bamboo_ds.schedule.operations import Kind, Operation
+from bamboo_ds.errors import ScheduleError
+from bamboo_ds.schedule.words import Word
 
 
 class _Value:
@@ -87,6 +88,14 @@ class RedundantForward(MicroBatchInstruction):
     """
 
 
+class PromoteForward(MicroBatchInstruction):
+    """Take the redundant forward of a micro-batch as the forward of `stage`, whose owner was lost.
+
+    The worker owns the stage now. Nothing is computed but, on the last stage, the loss, which a redundant forward
+    leaves out; there a `LoadMicroBatch` of the labels comes first.
+    """
+
+
 class ReduceGrads(_Value, stock.ReduceGrads):
     """Reduce the gradients of all owned and redundant stages among their holders.
 
@@ -108,36 +117,39 @@ class OptimizerStep(_Value, stock.OptimizerStep):
 Instruction: TypeAlias = MicroBatchInstruction | ReduceGrads | OptimizerStep
 
 
-def expand(operation: Operation, *, stages: int, owned: Collection[int]) -> tuple[Instruction, ...]:
-    """Return an operation with the loads and messages around it, sends right after the compute.
+CLASSES: Mapping[str, type[MicroBatchInstruction] | type[ReduceGrads] | type[OptimizerStep]] = {
+    "L": LoadMicroBatch,
+    "F": ForwardPass,
+    "B": BackwardPass,
+    "R": RedundantForward,
+    "P": PromoteForward,
+    "SA": SendActivation,
+    "RA": RecvActivation,
+    "SG": SendGrad,
+    "RG": RecvGrad,
+    "REDUCE": ReduceGrads,
+    "STEP": OptimizerStep,
+}
+"""By the letters of the text form."""
 
-    Args:
-        operation: What to compute.
-        stages: Number of stages of the pipeline.
-        owned: The stages of this worker; between two of them nothing is sent, tensors are handed over in memory.
+_LETTERS = {instruction: letters for letters, instruction in CLASSES.items()}
+
+
+def from_word(word: Word) -> Instruction:
+    """Return the instruction that a word stands for."""
+    chosen = CLASSES[word.letters]
+    if issubclass(chosen, MicroBatchInstruction):
+        return chosen(stage=word.stage, micro_batch=word.micro_batch)
+    return chosen()
+
+
+def to_word(instruction: Instruction) -> Word:
+    """Return the plain value of an instruction.
+
+    Raises:
+        ScheduleError: When it is none of ours, such as an instruction of stock DeepSpeed.
     """
-    kind, stage, micro_batch = operation
-    if kind is Kind.REDUNDANT:
-        return (RedundantForward(stage=stage, micro_batch=micro_batch),)
-    wanted = _forward(stage, stages, owned) if kind is Kind.FORWARD else _backward(stage, stages, owned)
-    return tuple(instruction(stage=stage, micro_batch=micro_batch) for instruction in wanted)
-
-
-def _forward(stage: int, stages: int, owned: Collection[int]) -> list[type[MicroBatchInstruction]]:
-    wanted: list[type[MicroBatchInstruction]] = [ForwardPass]
-    if stage > 0 and stage - 1 not in owned:
-        wanted.insert(0, RecvActivation)
-    if stage in (0, stages - 1):
-        wanted.insert(0, LoadMicroBatch)
-    if stage < stages - 1 and stage + 1 not in owned:
-        wanted.append(SendActivation)
-    return wanted
-
-
-def _backward(stage: int, stages: int, owned: Collection[int]) -> list[type[MicroBatchInstruction]]:
-    wanted: list[type[MicroBatchInstruction]] = [BackwardPass]
-    if stage < stages - 1 and stage + 1 not in owned:
-        wanted.insert(0, RecvGrad)
-    if stage > 0 and stage - 1 not in owned:
-        wanted.append(SendGrad)
-    return wanted
+    letters = _LETTERS.get(type(instruction))
+    if letters is None:
+        raise ScheduleError(f"{instruction!r} has no text form: it is no instruction of bamboo_ds.schedule")
+    return Word(letters, **instruction.kwargs)

@@ -1,46 +1,14 @@
-"""The text form of instructions, both ways: `2F0` is the forward of stage 2 for micro-batch 0.
-
-    L load   F forward   SA send activation   RA receive activation   R redundant forward (of the stage named)
-             B backward  SG send gradient     RG receive gradient     REDUCE, STEP end a training step
+"""The text form of instructions, both ways; its letters are listed in `words`.
 
 A schedule is one line per operation: the instructions of one step of the schedule, separated by blanks.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
-from bamboo_ds.errors import ScheduleError
-from bamboo_ds.schedule.instructions import (
-    BackwardPass,
-    ForwardPass,
-    Instruction,
-    LoadMicroBatch,
-    MicroBatchInstruction,
-    OptimizerStep,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    RedundantForward,
-    SendActivation,
-    SendGrad,
-)
-
-_CLASSES: dict[str, type[MicroBatchInstruction]] = {
-    "L": LoadMicroBatch,
-    "F": ForwardPass,
-    "B": BackwardPass,
-    "R": RedundantForward,
-    "SA": SendActivation,
-    "RA": RecvActivation,
-    "SG": SendGrad,
-    "RG": RecvGrad,
-}
-_LETTERS: dict[type[Instruction], str] = {instruction: letters for letters, instruction in _CLASSES.items()}
-_ENDS: dict[str, type[ReduceGrads] | type[OptimizerStep]] = {"REDUCE": ReduceGrads, "STEP": OptimizerStep}
-_WORDS: dict[type[Instruction], str] = {instruction: word for word, instruction in _ENDS.items()}
-_PATTERN = re.compile(r"(\d+)([A-Z]+)(\d+)", re.ASCII)
+from bamboo_ds.schedule.instructions import Instruction, from_word, to_word
+from bamboo_ds.schedule.words import parse_word
 
 
 def parse(text: str) -> Instruction:
@@ -49,14 +17,7 @@ def parse(text: str) -> Instruction:
     Raises:
         ScheduleError: When the text is no instruction.
     """
-    if text in _ENDS:
-        return _ENDS[text]()
-    match = _PATTERN.fullmatch(text)
-    if match is None or match[2] not in _CLASSES:
-        raise ScheduleError(
-            f"{text!r} is no instruction: expected <stage><{'|'.join(_CLASSES)}><micro-batch> or {' or '.join(_ENDS)}"
-        )
-    return _CLASSES[match[2]](stage=int(match[1]), micro_batch=int(match[3]))
+    return from_word(parse_word(text))
 
 
 def format(instruction: Instruction) -> str:
@@ -65,12 +26,7 @@ def format(instruction: Instruction) -> str:
     Raises:
         ScheduleError: When it is none of ours, such as an instruction of stock DeepSpeed.
     """
-    kind = type(instruction)
-    if kind in _WORDS:
-        return _WORDS[kind]
-    if kind not in _LETTERS:
-        raise ScheduleError(f"{instruction!r} has no text form: it is no instruction of bamboo_ds.schedule")
-    return "{stage}{letters}{micro_batch}".format(letters=_LETTERS[kind], **instruction.kwargs)
+    return str(to_word(instruction))
 
 
 def parse_steps(text: str) -> list[list[Instruction]]:

@@ -20,11 +20,16 @@ from bamboo_ds.errors import ScheduleError
 
 
 class Kind(str, Enum):
-    """The three kinds of computation, named by the letter of the text form."""
+    """The kinds of computation, named by the letter of the text form.
+
+    A promoted forward is a redundant one that its worker takes for its own after the loss of the owner: it computes
+    nothing but, on the last stage, the loss.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     REDUNDANT = "R"
+    PROMOTED = "P"
 
 
 class Operation(NamedTuple):
@@ -51,14 +56,14 @@ def clock(operation: Operation, *, stages: int) -> int:
     """Return the tick at which 1F1B runs a forward or a backward.
 
     Raises:
-        ScheduleError: For a redundant forward, which has no fixed tick.
+        ScheduleError: For a redundant or promoted forward, which has no fixed tick.
     """
     kind, stage, micro_batch = operation
     if kind is Kind.FORWARD:
         return 2 * micro_batch + stage
     if kind is Kind.BACKWARD:
         return 2 * micro_batch + 2 * stages - 1 - stage
-    raise ScheduleError(f"{operation} has no clock: redundant forwards are placed by windows, not by the clock")
+    raise ScheduleError(f"{operation} has no clock: only forwards and backwards have, others are placed beside them")
 
 
 def clock_order(owned: Iterable[int], *, stages: int, micro_batches: int) -> tuple[Operation, ...]:
@@ -91,6 +96,36 @@ def validate(owned: Iterable[int], *, stages: int, micro_batches: int) -> tuple[
     if not chosen or chosen[0] < 0 or chosen[-1] >= stages:
         raise ScheduleError(f"owned={chosen}: must name at least one stage, each in 0..{stages - 1}")
     return chosen
+
+
+def validate_owners(owners: Sequence[int] | None, *, stages: int) -> tuple[int, ...]:
+    """Return the owner of every stage, named by its home stage; None means that every stage has its own.
+
+    Raises:
+        ScheduleError: When there is not one for each stage, or one does not own its home.
+    """
+    chosen = tuple(range(stages)) if owners is None else tuple(owners)
+    if len(chosen) != stages or any(not 0 <= owner < stages or chosen[owner] != owner for owner in chosen):
+        raise ScheduleError(
+            f"owners={chosen}: must name for each of {stages} stages the home stage of its owner, who owns its home too"
+        )
+    return chosen
+
+
+def owned_by(worker: int, *, owners: Sequence[int]) -> tuple[int, ...]:
+    """Return the stages of the worker whose home stage is `worker`."""
+    return tuple(stage for stage, owner in enumerate(owners) if owner == worker)
+
+
+def shadowed_stage(worker: int, *, owners: Sequence[int]) -> int | None:
+    """Return the stage that a worker could take over if its owner were lost, None if it could not.
+
+    A merged worker has used its redundant layers up; and what a merged worker owns cannot be taken over, as nobody
+    holds its second stage. Redundant forwards make sense for the others only.
+    """
+    stage = (worker + 1) % len(owners)
+    apart = stage != worker and owned_by(worker, owners=owners) == (worker,)
+    return stage if apart and owned_by(stage, owners=owners) == (stage,) else None
 
 
 @lru_cache(maxsize=64)

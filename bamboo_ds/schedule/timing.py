@@ -8,6 +8,7 @@ The pass runs one worker until it waits, notes what for, and wakes it when that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,9 @@ from typing import NamedTuple
 from bamboo_ds.errors import ScheduleError
 from bamboo_ds.schedule.costs import StageCosts
 from bamboo_ds.schedule.operations import Kind, Operation, shadow_of
+
+_Value = tuple[Kind, int, int]
+"""What an operation leaves: that of a promoted forward is a forward."""
 
 
 class Event(NamedTuple):
@@ -67,76 +71,120 @@ def simulate(orders: Mapping[int, Sequence[Operation]], costs: StageCosts, *, la
 
     Args:
         orders: What each worker runs, in order; the keys are only names (usually the worker's own stage).
-        costs: Seconds per operation. A redundant forward costs `redundant` of the stage whose worker shadows it.
+        costs: Seconds per operation. A redundant forward costs `redundant` of the stage whose worker shadows it, a
+            promoted one nothing.
         latency_seconds: From the end of an operation to its result at another worker.
 
     Raises:
         ScheduleError: When the orders deadlock; says which worker waits for what.
     """
-    run = _Run(orders, costs, latency_seconds)
-    ready = list(orders)
-    while ready:
-        worker = ready.pop()
-        missing = run.advance(worker)
-        ready += run.woken
-        if missing is not None:
-            run.waiting.setdefault(missing, []).append(worker)
-    if run.waiting:
-        raise ScheduleError(_describe(run.waiting, orders, run.position))
-    return Timeline({worker: tuple(events) for worker, events in run.events.items()})
+    simulation = Simulation(orders, costs, latency_seconds=latency_seconds)
+    simulation.run()
+    return simulation.finish()
 
 
-class _Run:
-    """The state of one simulation."""
+class Simulation:
+    """The event simulation, for those who change an order in the middle of it; others use `simulate`.
 
-    def __init__(self, orders: Mapping[int, Sequence[Operation]], costs: StageCosts, latency_seconds: float) -> None:
-        self.orders = orders
-        self.latency_seconds = latency_seconds
-        self.last_stage = costs.stages - 1
-        self.costs = {
+    Args:
+        orders: As for `simulate`.
+        costs: As for `simulate`.
+        latency_seconds: As for `simulate`.
+        until: By worker, the time from which on it starts nothing, till it gets another order.
+    """
+
+    def __init__(
+        self,
+        orders: Mapping[int, Sequence[Operation]],
+        costs: StageCosts,
+        *,
+        latency_seconds: float = 0.0,
+        until: Mapping[int, float] | None = None,
+    ) -> None:
+        self.events: dict[int, list[Event]] = {worker: [] for worker in orders}
+        self._orders = dict(orders)
+        self._latency_seconds = latency_seconds
+        self._last_stage = costs.stages - 1
+        self._costs = {
             Kind.FORWARD: costs.forward,
             Kind.BACKWARD: costs.backward,
             Kind.REDUNDANT: tuple(costs.redundant[shadow_of(s, stages=costs.stages)] for s in range(costs.stages)),
+            Kind.PROMOTED: (0.0,) * costs.stages,
         }
-        self.events: dict[int, list[Event]] = {worker: [] for worker in orders}
-        self.position = dict.fromkeys(orders, 0)
-        self.done: dict[tuple[Kind, int, int], tuple[float, int]] = {}
-        self.waiting: dict[tuple[Kind, int, int], list[int]] = {}
-        self.woken: list[int] = []
+        self._until = dict(until or {})
+        self._free = dict.fromkeys(orders, 0.0)
+        self._position = dict.fromkeys(orders, 0)
+        self._done: dict[_Value, tuple[float, int]] = {}
+        self._waiting: dict[_Value, list[int]] = {}
+        self._woken: list[int] = []
 
-    def advance(self, worker: int) -> tuple[Kind, int, int] | None:
-        """Run a worker until its order ends or it must wait; return what it waits for."""
-        events, order, done = self.events[worker], self.orders[worker], self.done
-        free = events[-1].finish_seconds if events else 0.0
-        self.woken = []
-        for index in range(self.position[worker], len(order)):
+    def run(self) -> None:
+        """Run every worker as far as it gets."""
+        ready = list(self._orders)
+        self._waiting.clear()
+        while ready:
+            worker = ready.pop()
+            missing = self._advance(worker)
+            ready += self._woken
+            if missing is not None:
+                self._waiting.setdefault(missing, []).append(worker)
+
+    def replace(self, worker: int, order: Sequence[Operation], *, start_seconds: float) -> None:
+        """Give a worker another order, which it starts at `start_seconds` or when it has ended what it is running."""
+        self._orders[worker], self._position[worker] = order, 0
+        self._free[worker] = max(self._free[worker], start_seconds)
+        self._until.pop(worker, None)
+
+    def finish(self) -> Timeline:
+        """Return when everything ran.
+
+        Raises:
+            ScheduleError: When a worker waits for something that nobody will compute.
+        """
+        if self._waiting:
+            raise ScheduleError(_describe(self._waiting, self._orders, self._position))
+        return Timeline({worker: tuple(events) for worker, events in self.events.items()})
+
+    def _advance(self, worker: int) -> _Value | None:
+        """Run a worker until its order or its time ends or it must wait; return what it waits for."""
+        events, order, done = self.events[worker], self._orders[worker], self._done
+        until = self._until.get(worker, math.inf)
+        free = self._free[worker]
+        self._woken = []
+        for index in range(self._position[worker], len(order)):
             operation = order[index]
             start = free
-            for source in self.sources(operation):
+            for source in self._sources(operation):
                 if source not in done:
-                    self.position[worker] = index
+                    self._position[worker], self._free[worker] = index, free
                     return source
                 finish, runner = done[source]
-                start = max(start, finish if runner == worker else finish + self.latency_seconds)
-            free = start + self.costs[operation.kind][operation.stage]
+                start = max(start, finish if runner == worker else finish + self._latency_seconds)
+            if start >= until:
+                self._position[worker], self._free[worker] = index, free
+                return None
+            free = start + self._costs[operation.kind][operation.stage]
             events.append(Event(operation, start, free))
-            done[operation] = (free, worker)
-            if operation in self.waiting:
-                self.woken += self.waiting.pop(operation)
-        self.position[worker] = len(order)
+            value = operation if operation.kind is not Kind.PROMOTED else (Kind.FORWARD, *operation[1:])
+            done[value] = (free, worker)
+            if value in self._waiting:
+                self._woken += self._waiting.pop(value)
+        self._position[worker], self._free[worker] = len(order), free
         return None
 
-    def sources(self, operation: Operation) -> tuple[tuple[Kind, int, int], ...]:
+    def _sources(self, operation: Operation) -> tuple[_Value, ...]:
         """Return what an operation reads; plain tuples, equal to operations and cheaper to make."""
         kind, stage, micro_batch = operation
         if kind is Kind.BACKWARD:
             own = (Kind.FORWARD, stage, micro_batch)
-            return (own,) if stage == self.last_stage else (own, (Kind.BACKWARD, stage + 1, micro_batch))
+            return (own,) if stage == self._last_stage else (own, (Kind.BACKWARD, stage + 1, micro_batch))
+        if kind is Kind.PROMOTED:
+            return ((Kind.REDUNDANT, stage, micro_batch),)
         return ((Kind.FORWARD, stage - 1, micro_batch),) if stage > 0 else ()
 
 
 def _describe(
-    waiting: Mapping[tuple[Kind, int, int], Sequence[int]],
+    waiting: Mapping[_Value, Sequence[int]],
     orders: Mapping[int, Sequence[Operation]],
     position: Mapping[int, int],
 ) -> str:

@@ -10,6 +10,9 @@ backward of the micro-batch. It starts from the latest legal place, right before
 overlaps the wait for the gradients, and pulls FRCs into gaps of the simulated step that hold most of one. How full a
 gap must be is not known beforehand (an overrun delays the neighbours, or is absorbed by their own gaps), so a few
 thresholds are tried in simulated time, with the naive rule among the candidates, and the shortest step wins.
+
+After a failover one worker owns two stages and is the slowest, so the others have more idle time: windows are those of
+the step as it runs then. Only workers that could still take over a stage run redundant forwards (`shadowed_stage`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from typing import Literal, get_args
 from bamboo_ds.errors import ScheduleError
 from bamboo_ds.schedule.bound import least_eager_seconds
 from bamboo_ds.schedule.costs import StageCosts
-from bamboo_ds.schedule.operations import Kind, Operation, clock_order, is_sourced
+from bamboo_ds.schedule.operations import (
+    Kind,
+    Operation,
+    clock_order,
+    is_sourced,
+    owned_by,
+    shadowed_stage,
+    validate_owners,
+)
 from bamboo_ds.schedule.timing import Timeline, Window, simulate
 
 Redundancy = Literal["off", "lflb", "fit", "eflb"]
@@ -41,37 +52,50 @@ Orders = Mapping[int, tuple[Operation, ...]]
 
 
 def worker_orders(
-    stages: int, *, micro_batches: int, redundancy: Redundancy = "off", costs: StageCosts | None = None
+    stages: int,
+    *,
+    micro_batches: int,
+    redundancy: Redundancy = "off",
+    costs: StageCosts | None = None,
+    owners: Sequence[int] | None = None,
 ) -> Orders:
-    """Return what each worker of an undisturbed pipeline runs, in order, by the worker's stage.
+    """Return what each worker of a pipeline runs in a step without loss, in order, by the worker's home stage.
 
     Args:
         stages: Number of stages of the pipeline.
         micro_batches: Micro-batches of the pipeline in the step.
         redundancy: Which redundant forwards the orders contain; see the module.
         costs: Seconds per operation; None while unknown: then "fit" places nothing, "eflb" assumes uniform costs.
+        owners: By stage, the home stage of its owner; None while every stage has its own.
 
     Raises:
-        ScheduleError: When a number is out of range, the mode is unknown, or the costs are of another shape.
+        ScheduleError: When a number is out of range, the mode is unknown, or costs or owners are of another shape.
     """
+    owning = validate_owners(owners, stages=stages)
     if redundancy not in MODES:
         raise ScheduleError(f"redundancy={redundancy!r}: must be one of {', '.join(MODES)}")
     if costs is not None and costs.stages != stages:
         raise ScheduleError(f"costs are for {costs.stages} stages, the pipeline has stages={stages}")
     if redundancy == "eflb" and stages > 1:
-        return _eflb(stages, micro_batches, costs or StageCosts.uniform(stages))
+        return _eflb(owning, micro_batches, costs or StageCosts.uniform(stages))
     if redundancy == "fit" and stages > 1 and costs is not None:
-        return _fit(stages, micro_batches, costs)
-    return _plain(stages, micro_batches)
+        return _fit(owning, micro_batches, costs)
+    return _plain(owning, micro_batches)
 
 
 def frc_share(
-    stages: int, *, micro_batches: int, redundancy: Redundancy, costs: StageCosts | None = None
+    stages: int,
+    *,
+    micro_batches: int,
+    redundancy: Redundancy,
+    costs: StageCosts | None = None,
+    owners: Sequence[int] | None = None,
 ) -> tuple[float, ...]:
     """Return the share of micro-batches whose redundant forward is scheduled, by the stage of the worker running it."""
-    orders = worker_orders(stages, micro_batches=micro_batches, redundancy=redundancy, costs=costs)
+    orders = worker_orders(stages, micro_batches=micro_batches, redundancy=redundancy, costs=costs, owners=owners)
     return tuple(
-        sum(operation.kind is Kind.REDUNDANT for operation in orders[stage]) / micro_batches for stage in range(stages)
+        sum(operation.kind is Kind.REDUNDANT for operation in orders.get(stage, ())) / micro_batches
+        for stage in range(stages)
     )
 
 
@@ -87,16 +111,25 @@ def eager_bound(stages: int, micro_batches: int, costs: StageCosts) -> float:
 
 
 @lru_cache(maxsize=8)
-def _plain(stages: int, micro_batches: int) -> Orders:
+def _plain(owners: tuple[int, ...], micro_batches: int) -> Orders:
     return MappingProxyType(
-        {stage: clock_order((stage,), stages=stages, micro_batches=micro_batches) for stage in range(stages)}
+        {
+            worker: clock_order(owned_by(worker, owners=owners), stages=len(owners), micro_batches=micro_batches)
+            for worker in sorted(set(owners))
+        }
     )
 
 
+def _shadows(owners: Sequence[int]) -> list[int]:
+    return [worker for worker in set(owners) if shadowed_stage(worker, owners=owners) is not None]
+
+
 @lru_cache(maxsize=8)
-def _fit(stages: int, micro_batches: int, costs: StageCosts) -> Orders:
-    timeline = simulate(_plain(stages, micro_batches), costs)
-    return MappingProxyType({stage: _fill(stage, timeline, micro_batches, costs) for stage in range(stages)})
+def _fit(owners: tuple[int, ...], micro_batches: int, costs: StageCosts) -> Orders:
+    plain = _plain(owners, micro_batches)
+    timeline = simulate(plain, costs)
+    filled = {worker: _fill(worker, timeline, micro_batches, costs) for worker in _shadows(owners)}
+    return MappingProxyType({**plain, **filled})
 
 
 def _fill(worker: int, timeline: Timeline, micro_batches: int, costs: StageCosts) -> tuple[Operation, ...]:
@@ -116,19 +149,23 @@ def _fill(worker: int, timeline: Timeline, micro_batches: int, costs: StageCosts
 
 
 @lru_cache(maxsize=8)
-def _eflb(stages: int, micro_batches: int, costs: StageCosts) -> Orders:
-    plain = _plain(stages, micro_batches)
-    latest = {worker: _beside(Kind.BACKWARD, worker, plain[worker], stages) for worker in plain}
+def _eflb(owners: tuple[int, ...], micro_batches: int, costs: StageCosts) -> Orders:
+    latest = _all_beside(Kind.BACKWARD, owners, micro_batches)
     candidates = [_pull(latest, costs, threshold) for threshold in PULL_THRESHOLDS]
-    candidates.append(naive_orders(stages, micro_batches=micro_batches))
+    candidates.append(_all_beside(Kind.FORWARD, owners, micro_batches))
     # Of equals the first is kept: a high threshold suffers least when a gap turns out shorter than predicted.
     return min(candidates, key=lambda orders: simulate(orders, costs).step_seconds)
 
 
-def naive_orders(stages: int, *, micro_batches: int) -> Orders:
+def naive_orders(stages: int, *, micro_batches: int, owners: Sequence[int] | None = None) -> Orders:
     """Return the orders of the simplest eager rule, every redundant forward right after the worker's own forward."""
-    plain = _plain(stages, micro_batches)
-    return MappingProxyType({worker: _beside(Kind.FORWARD, worker, plain[worker], stages) for worker in plain})
+    return _all_beside(Kind.FORWARD, validate_owners(owners, stages=stages), micro_batches)
+
+
+def _all_beside(kind: Kind, owners: tuple[int, ...], micro_batches: int) -> Orders:
+    plain = _plain(owners, micro_batches)
+    eager = {worker: _beside(kind, worker, plain[worker], len(owners)) for worker in _shadows(owners)}
+    return MappingProxyType({**plain, **eager})
 
 
 def _beside(kind: Kind, worker: int, plain: Sequence[Operation], stages: int) -> tuple[Operation, ...]:

@@ -2,12 +2,15 @@
 
 from bamboo_ds.world.bootstrap import World, init_distributed, local_device
 from bamboo_ds.world.exit import close_at_exit, end_in_order
-from bamboo_ds.world.failure import FailureBoard, Guard
+from bamboo_ds.world.failure import FailureBoard, Failures, Guard
+from bamboo_ds.world.member_failures import MemberFailures
 from bamboo_ds.world.solo import world_of_one
 
 __all__ = [
     "FailureBoard",
+    "Failures",
     "Guard",
+    "MemberFailures",
     "World",
     "close_at_exit",
     "end_in_order",

@@ -1,7 +1,8 @@
 """Finds this process's place among the others, and the store through which they meet.
 
 The launchers differ (`deepspeed`, `torchrun`, `srun`) but all describe the job in environment variables. A missing
-one is named here, at once: DeepSpeed would fall into MPI discovery and ask for mpi4py.
+one is named here, at once: DeepSpeed would fall into MPI discovery and ask for mpi4py. A worker that an agent of ours
+has started joins the cluster instead, whoever asks for the world first: Bamboo or the script itself.
 
 The default process group of `torch.distributed` belongs to the user's code: its rank and size are the true ones.
 Nothing of a training step runs on it.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,9 +24,18 @@ import torch.distributed as torch_distributed
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
+from bamboo_ds.elastic.key_value import StoreKeys
+from bamboo_ds.elastic.member import Member
+from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.errors import ConfigError
-from bamboo_ds.importing import forbid_shared_memory_op
+from bamboo_ds.importing import divert, forbid_shared_memory_op
+from bamboo_ds.plan import Plan
 from bamboo_ds.world.exit import end_in_order, job_board, world_store
+from bamboo_ds.world.failure import FailureBoard, Failures
+from bamboo_ds.world.group import BACKEND
+from bamboo_ds.world.joining import join, joined, make_default_group
+from bamboo_ds.world.member_failures import MemberFailures
+from bamboo_ds.world.rendezvous import KeyValue
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -38,14 +48,32 @@ class World:
     """This process among all processes of the job.
 
     Attributes:
-        rank: 0 <= rank < size; in a static job this is the worker id.
-        size: number of processes.
-        store: key-value store that all processes share.
+        rank: 0 <= rank < size, when the job began. Ask `torch.distributed` for that of the moment.
+        size: number of processes, when the job began.
+        store: key-value store that all processes share: what groups form by.
+        worker: id of this worker, which never changes; the rank in a job without a cluster.
+        member: this worker's seat in the cluster; None in a job without one.
+        address: at which other nodes reach this one; empty for gloo's own choice.
     """
 
     rank: int
     size: int
-    store: torch_distributed.Store
+    store: KeyValue
+    worker: int
+    member: Member | None = None
+    address: str = ""
+
+    def failures(self, plan: Callable[[], Plan], *, scope: str, timeout_seconds: float) -> Failures:
+        """Return where workers say why they fail.
+
+        Args:
+            plan: returns the plan under which this worker works.
+            scope: name of an engine.
+            timeout_seconds: how long to wait for a verdict on a broken link.
+        """
+        if self.member is not None:
+            return MemberFailures(self.member, plan=plan, scope=scope, timeout_seconds=timeout_seconds)
+        return FailureBoard(self.store, worker=self.worker, workers=plan().workers, scope=scope)
 
 
 def init_distributed(timeout_seconds: float = 300.0) -> World:
@@ -59,36 +87,70 @@ def init_distributed(timeout_seconds: float = 300.0) -> World:
 
     Raises:
         ConfigError: the launcher's environment variables are missing or wrong.
+        SystemExit: the cluster's job has finished, and this worker was never needed.
     """
     forbid_shared_memory_op()
     end_in_order()
-    if not torch_distributed.is_initialized():
+    timeout, membership = timedelta(seconds=timeout_seconds), Membership.read()
+    if membership is not None:
+        make_default_group(membership, timeout=timeout)
+    elif not torch_distributed.is_initialized():
         complete_environment()
-        distributed_c10d.default_pg_timeout = timedelta(seconds=timeout_seconds)
-        torch_distributed.init_process_group(backend=_backend(), timeout=timedelta(seconds=timeout_seconds))
+        distributed_c10d.default_pg_timeout = timeout
+        torch_distributed.init_process_group(backend=_backend(), timeout=timeout)
     if not deepspeed_comm.is_initialized():
         deepspeed_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
     job_board()
-    return World(rank=torch_distributed.get_rank(), size=torch_distributed.get_world_size(), store=world_store())
+    return _world(membership)
 
 
-def name_missing_variables() -> None:
-    """Let `deepspeed.init_distributed` in a script find srun's variables, and name missing ones.
+def _world(membership: Membership | None) -> World:
+    rank, size = torch_distributed.get_rank(), torch_distributed.get_world_size()
+    member = joined()
+    if member is None or membership is None:
+        return World(rank=rank, size=size, store=world_store(), worker=rank)
+    return World(
+        rank=rank,
+        size=size,
+        store=StoreKeys(member.store),
+        worker=member.worker,
+        member=member,
+        address=membership.address,
+    )
 
-    Stock DeepSpeed falls into MPI discovery then, and asks for mpi4py.
+
+def answer_script() -> None:
+    """Let the script's own calls find their way.
+
+    `deepspeed.init_distributed` finds srun's variables, and a missing one is named: stock DeepSpeed falls into MPI
+    discovery then, and asks for mpi4py. In a worker of an agent, it and `torch.distributed.init_process_group` join the
+    cluster.
     """
-    stock = deepspeed_comm.mpi_discovery
-    if getattr(stock, "names_missing_variables", False):
+    divert("deepspeed.comm.comm", "mpi_discovery", lambda: discover)
+    divert("torch.distributed.distributed_c10d", "init_process_group", lambda: init_process_group)
+    torch_distributed.init_process_group = distributed_c10d.init_process_group  # it keeps the name under another, too
+
+
+name_missing_variables = answer_script
+
+
+def discover(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Find this process's place, in place of DeepSpeed's MPI discovery, but where MPI is meant."""
+    if importlib.util.find_spec("mpi4py") is None or "SLURM_STEP_ID" in os.environ or Membership.read() is not None:
+        complete_environment()
+    else:
+        stock(*args, **kwargs)
+
+
+def init_process_group(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Join the cluster in a worker of an agent; do what torch does elsewhere, and for our own call."""
+    membership = Membership.read()
+    ours = BACKEND in (*args[:1], kwargs.get("backend"))
+    if membership is None or ours or torch_distributed.is_initialized():
+        stock(*args, **kwargs)
         return
-
-    def discover(*args: Any, **kwargs: Any) -> None:
-        if importlib.util.find_spec("mpi4py") is None or "SLURM_STEP_ID" in os.environ:
-            complete_environment()
-        else:
-            stock(*args, **kwargs)
-
-    discover.names_missing_variables = True  # type: ignore[attr-defined]
-    deepspeed_comm.mpi_discovery = discover
+    end_in_order()
+    make_default_group(membership, timeout=kwargs.get("timeout") or distributed_c10d.default_pg_timeout)
 
 
 def _backend() -> str:
@@ -102,11 +164,13 @@ def _backend() -> str:
 
 
 def complete_environment() -> None:
-    """Fill in what `srun` names differently; then name what is missing.
+    """Fill in what `srun` names differently, or what the cluster knows; then name what is missing.
 
     Raises:
         ConfigError: a variable is missing, or is no number.
     """
+    if (membership := Membership.read()) is not None:
+        join(membership)
     _adopt_slurm()
     _require(_REQUIRED)
     _check_numbers()

@@ -3,6 +3,8 @@
 A process that exits with live gloo groups may be aborted with signal 6, which a launcher takes for a failure of its
 own; so engines and groups are closed first. When one worker raises, its traceback is the story, and it is shown once;
 the others say one line. torchrun, which would call whoever it saw ending first the root cause, is told as well.
+
+In a cluster the job goes on without a worker that was evicted or refused: it says why in one line and fails nobody.
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ from typing import Any, Protocol
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
-from bamboo_ds.world.failure import FailureBoard, consequence_note, is_consequence
+from bamboo_ds.errors import BambooError, EvictedError, PeerLostError, RefusedError
+from bamboo_ds.world.failure import FailureBoard, Failures, consequence_note, is_consequence
+from bamboo_ds.world.joining import joined
+from bamboo_ds.world.member_failures import MemberFailures
 
+EVICTED = 3
+"""Exit code of a worker that the cluster has declared dead."""
 _LINGER_SECONDS = 3.0
+_CAUSE_SECONDS = 2.0  # for the failure that broke a collective of the script's own to be known here
 
 
 class Ending(Protocol):
@@ -41,6 +49,7 @@ class Ending(Protocol):
 
 _OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 _failed = False
+_exit_code = 0
 
 
 def close_at_exit(engine: Ending) -> None:
@@ -57,8 +66,10 @@ def end_in_order() -> None:
 
 
 @functools.cache
-def job_board() -> FailureBoard | None:
+def job_board() -> Failures | None:
     """Return the board of the whole job; None outside of one."""
+    if (member := joined()) is not None:
+        return MemberFailures(member, plan=lambda: None, timeout_seconds=_CAUSE_SECONDS)
     if not torch_distributed.is_initialized():
         return None
     size = torch_distributed.get_world_size()
@@ -71,7 +82,7 @@ def world_store() -> torch_distributed.Store:
 
 
 def _leave() -> None:
-    if not job_board.cache_info().currsize:
+    if not job_board.cache_info().currsize and joined() is None:
         return  # the script has not used Bamboo
     board = job_board()
     if board is not None and not _failed:
@@ -84,22 +95,47 @@ def _leave() -> None:
     if not _failed and torch_distributed.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch_distributed.destroy_process_group()
+    if (member := joined()) is not None:
+        member.close()
+    if _exit_code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code)  # Python has no other way to change the code of an uncaught exception
 
 
 def _report(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show an uncaught exception: the whole of a cause, one line of a consequence."""
-    global _failed
+    global _failed, _exit_code
     _failed = True
-    if torch_distributed.is_initialized() and (board := job_board()) is not None:
+    board = job_board() if torch_distributed.is_initialized() or joined() is not None else None
+    if board is not None:
+        error = _explained(error, board)
         board.report(error)
     for engine in list(_OPEN):
         engine.fail(error)
-    worker = os.environ.get("RANK", "?")
+    if isinstance(error, EvictedError):
+        _exit_code = EVICTED
+    if isinstance(error, RefusedError) and (member := joined()) is not None:
+        member.refuse(str(error))
     if is_consequence(error):
-        sys.stderr.write(f"bamboo: worker {worker} ends: {consequence_note(error)}\n")
+        sys.stderr.write(f"bamboo: worker {_name()} ends: {consequence_note(error)}\n")
         return
     _tell_torchrun(error)
-    _show(previous, kind, error, trace, worker=worker)
+    _show(previous, type(error), error, error.__traceback__ or trace, worker=_name())
+
+
+def _explained(error: BaseException, board: Failures) -> BaseException:
+    """Return what the cluster says of a broken link that the script's own code has met, or the error as it is."""
+    if joined() is None or not isinstance(error, PeerLostError) or is_consequence(error):
+        return error
+    explained: BambooError = board.explain(error)
+    explained.__cause__ = error
+    return explained
+
+
+def _name() -> str:
+    member = joined()
+    return os.environ.get("RANK", "?") if member is None else str(member.worker)
 
 
 def _show(

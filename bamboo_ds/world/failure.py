@@ -18,11 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as torch_distributed
 
-from bamboo_ds.errors import BambooError, DataExhaustedError, DataMismatchError, NonFiniteLossError, PeerLostError
+from bamboo_ds.errors import (
+    BambooError,
+    DataExhaustedError,
+    DataMismatchError,
+    EvictedError,
+    NonFiniteLossError,
+    PeerLostError,
+    PlanChangedError,
+    RefusedError,
+)
 
 _LOOK_SECONDS = 0.02
 _ALARM_SECONDS = 0.25  # between two looks of a waiting worker at the alarm
@@ -40,11 +49,49 @@ class Failure:
         worker: who failed.
         kind: name of the exception's class.
         message: its text.
+        traceback: of the exception, for whoever shows the first cause of a job; may be empty.
     """
 
     worker: int
     kind: str
     message: str
+    traceback: str = ""
+
+
+class Failures(Protocol):
+    """Where workers say why they fail, and find out why others do."""
+
+    def report(self, error: BaseException) -> None:
+        """Write this worker's failure if none came first; mark the error if it only repeats the first."""
+        ...
+
+    def check(self) -> None:
+        """Raise when another worker has failed; called by whoever waits."""
+        ...
+
+    def answer_the_roll(self) -> None:
+        """Say that this worker lives although it has lost a peer."""
+        ...
+
+    def explain(self, error: PeerLostError) -> BambooError:
+        """Return the error of a worker whose link broke: the first cause in place of its consequence."""
+        ...
+
+    def cause(self) -> Failure | None:
+        """Return the first failure."""
+        ...
+
+    def leave(self) -> None:
+        """Say that this worker's script has ended without an error."""
+        ...
+
+    def depart(self) -> None:
+        """Say that this worker needs the store no more."""
+        ...
+
+    def await_others(self, *, wait_seconds: float) -> None:
+        """Wait for those who still need something of this process."""
+        ...
 
 
 class BoundedStore:
@@ -135,9 +182,7 @@ class FailureBoard:
         failure = Failure(worker=self._worker, kind=type(error).__name__, message=str(error))
         raw = self._store.call("compare_set", self._key("failure"), "", json.dumps(asdict(failure)))
         self._raise_alarm()
-        first = Failure(**json.loads(raw)) if raw else failure
-        if first.worker != self._worker and (first.kind, first.message) == (failure.kind, failure.message):
-            mark(error, f"it met the same error as worker {first.worker}: {first.kind}")
+        mark_repetition(error, failure, first=Failure(**json.loads(raw)) if raw else failure)
 
     def check(self) -> None:
         """Look, not too often, whether another worker has failed; called by whoever waits.
@@ -161,12 +206,7 @@ class FailureBoard:
         deadline = time.monotonic() + _ROLL_SECONDS
         while (cause := self.cause()) is None and self._missing() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        if cause is None:
-            return mark(PeerLostError(self._who_is_missing(error)))
-        if kind := _SHARED_CAUSES.get(cause.kind):
-            return mark(kind(f"worker {cause.worker} failed: {cause.message}"))
-        text = ": ".join(filter(None, (cause.kind, _first_line(cause.message))))
-        return mark(PeerLostError(f"worker {cause.worker} failed: {text}"))
+        return mark(PeerLostError(self._who_is_missing(error))) if cause is None else consequence_of(cause)
 
     def cause(self) -> Failure | None:
         """Return the first failure of this scope or of the job."""
@@ -186,9 +226,9 @@ class FailureBoard:
             host = "the launcher" if _launcher_holds_store() else "worker 0"
             return f"{host}, which holds the job's store, is gone or hangs ({error})"
         if left:
-            return f"{_names(left)} left: the script ended there while others still trained ({error})"
+            return f"{names_of(left)} left: the script ended there while others still trained ({error})"
         if missing:
-            return f"{_names(missing)} gave no sign of life: killed, hung or cut off ({error})"
+            return f"{names_of(missing)} gave no sign of life: killed, hung or cut off ({error})"
         return f"{error}; every worker lives, so look at the network between them"
 
     def _left(self, worker: int) -> bool:
@@ -229,11 +269,11 @@ class Guard(contextlib.AbstractContextManager[None]):
         stop: closes the links; called after the failure is on the board.
     """
 
-    def __init__(self, board: FailureBoard, stop: Callable[[BaseException], None]) -> None:
+    def __init__(self, board: Failures, stop: Callable[[BaseException], None]) -> None:
         self._board, self._stop = board, stop
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Report an error, or find the cause of a lost peer.
+        """Report an error, or find the cause of a lost peer. That the plan has changed is no failure.
 
         Raises:
             BambooError: in place of a `PeerLostError`: the same, or the cause where all workers share it.
@@ -243,8 +283,23 @@ class Guard(contextlib.AbstractContextManager[None]):
             self._stop(error)
             raise self._board.explain(error) from None
         if error is not None:
-            self._board.report(error)
+            if not isinstance(error, PlanChangedError):
+                self._board.report(error)
             self._stop(error)
+
+
+def mark_repetition(error: BaseException, failure: Failure, *, first: Failure) -> None:
+    """Mark an error that another worker has met before."""
+    if first.worker != failure.worker and (first.kind, first.message) == (failure.kind, failure.message):
+        mark(error, f"it met the same error as worker {first.worker}: {first.kind}")
+
+
+def consequence_of(cause: Failure) -> BambooError:
+    """Return the error that other workers raise when one has failed."""
+    if kind := _SHARED_CAUSES.get(cause.kind):
+        return mark(kind(f"worker {cause.worker} failed: {cause.message}"))
+    text = ": ".join(filter(None, (cause.kind, _first_line(cause.message))))
+    return mark(PeerLostError(f"worker {cause.worker} failed: {text}"))
 
 
 def mark(error: BaseException, note: str = "") -> Any:
@@ -255,13 +310,17 @@ def mark(error: BaseException, note: str = "") -> Any:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether another worker reports the cause of this error."""
+    """Return whether this error is no failure of the job's: another worker reports its cause, or it is private.
+
+    Private is that this worker was evicted or refused: the job goes on without it.
+    """
     return bool(consequence_note(error))
 
 
 def consequence_note(error: BaseException) -> str:
     """Return the one line to show for a consequence; empty for a first cause."""
-    return str(getattr(error, "bamboo_consequence", ""))
+    private = str(error) or type(error).__name__ if isinstance(error, (EvictedError, RefusedError)) else ""
+    return str(getattr(error, "bamboo_consequence", private))
 
 
 def _launcher_holds_store() -> bool:
@@ -272,5 +331,6 @@ def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
-def _names(workers: Sequence[int]) -> str:
+def names_of(workers: Sequence[int]) -> str:
+    """Return `worker 3`, or `workers 3, 5`."""
     return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

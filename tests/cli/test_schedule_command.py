@@ -74,9 +74,73 @@ def test_json_is_one_object_that_says_the_same() -> None:
     assert first in shown["timeline"]
 
 
+LOSS = ("--stages", "3", "--micro-batches", "3", "--victim", "1", "--before")
+
+
+def test_a_loss_shows_the_disturbed_step_and_what_the_shadow_runs() -> None:
+    result = run(*LOSS, "1SG0")
+    assert result.exit_code == 0
+    picture, words, failover = result.output.split("\n\n")
+    assert picture.splitlines() == [
+        "0  F0 F1 F2 r0 r1 r2 .  b0--- B0--- b1--- B1--- b2--- B2---",
+        "1  .  F0 F1 r0 .  B0--- x",
+        "2  r0 .  F0 B0--- F1 B1--- F2 B2--- r1 r2 .  .  .  .  .  .",
+    ]
+    assert words.splitlines()[1:] == [
+        "x worker lost   f b forward and backward of the lost stage, by the worker that took it over",
+        "lost         the worker of stage 1 at 7, before 1SG0",
+        "step time    19 = 15 undisturbed +2 for lost work +2 as one worker runs two stages",
+        "later steps  18 until the pipeline is reconfigured",
+    ]
+    assert failover.splitlines() == [
+        "the worker of stage 0 goes on with",
+        "1P2 1SA2",
+        "1P0",
+        "1P1",
+        "1RG0 1B0",
+        "0B0",
+        "1RG1 1B1",
+        "0B1",
+        "1RG2 1B2",
+        "0B2",
+        "REDUCE STEP",
+    ]
+
+
+def test_the_moment_of_a_loss_may_be_a_number() -> None:
+    assert run(*LOSS, "9").output == run(*LOSS, "1SG0").output
+
+
+def test_a_loss_as_json_says_the_same() -> None:
+    shown = json.loads(run(*LOSS, "1SG0", "--json").output)
+    assert list(shown) == ["stages", "micro_batches", "redundancy", "step_seconds", "failover", "orders", "timeline"]
+    failover = shown["failover"]
+    assert failover.pop("schedule")[0] == "1P2 1SA2"
+    assert failover == {
+        "victim": 1,
+        "before": "1SG0",
+        "shadow": 0,
+        "lost_seconds": 7.0,
+        "undisturbed_seconds": 15.0,
+        "pause_seconds": 2.0,
+        "merged_seconds": 2.0,
+        "next_step_seconds": 18.0,
+        "held_by_successor": 2,
+    }
+    assert shown["step_seconds"] == 19.0
+    assert shown["orders"]["1"] == ["1F0", "1F1", "2R0", "1B0"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((*LOSS[:4], "--victim", "1"), "--victim and --before belong together"),
+        ((*LOSS[:4], "--before", "1B1"), "--victim and --before belong together"),
+        ((*LOSS[:4], "--victim", "3", "--before", "0"), "--victim 3: must be a stage, 0 to 2"),
+        ((*LOSS, "22"), "--before 22: must be 0 to 21 or one of 1RA0 1F0 1SA0 "),
+        ((*LOSS, "0F0"), "--before 0F0: must be 0 to 21"),
+        ((*LOSS, "first"), "--before first: must be 0 to 21"),
+        (("--stages", "1", "--micro-batches", "3", "--victim", "0", "--before", "0"), "nobody can take over its work"),
         (("--micro-batches", "8"), "--stages is missing"),
         (("--stages", "4"), "--micro-batches is missing"),
         (("--stages", "0", "--micro-batches", "8"), "--stages 0: must be at least 1"),

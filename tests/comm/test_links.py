@@ -34,7 +34,7 @@ def network(rank: int, *, workers: int = 2, timeout_seconds: float = 10.0, check
 
 
 def address(micro_batch: int, **other: Any) -> Address:
-    return replace(Address(kind=Kind.ACTIVATION, epoch=0, version=0, step=0, stage=1, micro_batch=micro_batch), **other)
+    return replace(Address(kind=Kind.ACTIVATION, epoch=0, attempt=0, step=0, stage=1, micro_batch=micro_batch), **other)
 
 
 def tensors() -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def carry(rank: int) -> Any:
     given[-60:] = [torch.randn(3) for _ in range(60)]
     wants = [index % 2 == 0 for index in range(len(given))]
     if rank == 0:
-        out = links.outbound[Kind.ACTIVATION]
+        out = links.outbound[Kind.ACTIVATION, rank]
         for index, tensor in enumerate(given):
             out.send(make_message(address(index), [tensor], is_tuple=False, requires_grad=[wants[index]]))
         out.send(make_message(address(len(given)), given, is_tuple=True, requires_grad=wants, digest=77))
@@ -60,7 +60,7 @@ def carry(rank: int) -> Any:
         links.world.barrier()
         out.forget(links.timeout)
         return kept, len(out.journal())
-    inbound, wrong = links.inbound[Kind.ACTIVATION], []
+    inbound, wrong = links.inbound[Kind.ACTIVATION, rank], []
     for index, tensor in enumerate(given):
         got = inbound.receive(address(index))
         if (
@@ -92,8 +92,9 @@ def test_tensors_of_every_dtype_and_form_arrive_and_the_journal_is_kept_until_th
 
 def wait_for(links: Network, place: Address) -> tuple[str, str, float]:
     started = time.monotonic()
+    (inbound,) = (link for (kind, _), link in links.inbound.items() if kind is Kind.ACTIVATION)
     try:
-        links.inbound[Kind.ACTIVATION].receive(place)
+        inbound.receive(place)
     except (PeerLostError, ScheduleError) as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "received", "", time.monotonic() - started
@@ -155,14 +156,14 @@ def test_a_member_that_does_not_come_ends_a_collective_in_time(workers: Run) -> 
 
 
 @pytest.mark.parametrize(
-    "other", [{"micro_batch": 1}, {"step": 1}, {"epoch": 1}, {"version": 1}, {"stage": 2}, {"kind": Kind.GRADIENT}]
+    "other", [{"micro_batch": 1}, {"step": 1}, {"epoch": 1}, {"attempt": 1}, {"stage": 2}, {"kind": Kind.GRADIENT}]
 )
 def test_a_message_of_another_address_is_refused(workers: Run, other: dict[str, Any]) -> None:
     def exchange(rank: int) -> Any:
         links = network(rank)
         if rank == 0:
             message = make_message(address(0), [torch.ones(1)], is_tuple=False, requires_grad=[False])
-            links.outbound[Kind.ACTIVATION].send(message)
+            links.outbound[Kind.ACTIVATION, rank].send(message)
             links.world.barrier()
             return None
         found = wait_for(links, address(**{"micro_batch": 0, **other}))
@@ -171,7 +172,7 @@ def test_a_message_of_another_address_is_refused(workers: Run, other: dict[str, 
 
     kind, message, _ = values(workers(exchange, 2, timeout_seconds=30))[1]
     assert kind == "ScheduleError"
-    assert "activation of micro-batch 0 for stage 1 (step 0, plan 0.0)" in message
+    assert "activation of micro-batch 0 for stage 1 (step 0, attempt 0, epoch 0)" in message
 
 
 def test_a_changed_plan_ends_a_wait(workers: Run) -> None:

@@ -21,7 +21,7 @@ ADDRESSES = st.builds(
     Address,
     kind=st.sampled_from(Kind),
     epoch=st.integers(0, 2**31 - 1),
-    version=st.integers(0, 2**31 - 1),
+    attempt=st.integers(0, 2**31 - 1),
     step=st.integers(-(2**62), 2**62),
     stage=st.integers(0, 1000),
     micro_batch=st.integers(0, 10**6),
@@ -41,7 +41,7 @@ def test_any_header_survives(address: Address, is_tuple: bool, digest: int, tens
     assert there_and_back(header) == header
 
 
-PLACE = Address(kind=Kind.ACTIVATION, epoch=0, version=0, step=0, stage=1, micro_batch=0)
+PLACE = Address(kind=Kind.ACTIVATION, epoch=0, attempt=0, step=0, stage=1, micro_batch=0)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)

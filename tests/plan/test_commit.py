@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bamboo_ds.errors import NonFiniteLossError
 from bamboo_ds.plan import Vote, static_plan, tally
 from bamboo_ds.plan.codec import decode, encode
+from bamboo_ds.plan.commit import Ballot, Outcome, settle
 
 NUMBERS = st.floats(0, 1e6, allow_nan=False)
 LAYERS = 8
@@ -109,6 +110,53 @@ def test_additional_losses_are_weighted_by_micro_batches() -> None:
     votes = ballots(1, 2, [1.0, 1.0, 1.0], [0.0] * LAYERS)
     told = [dataclasses.replace(vote, additional_losses={"z": float(len(vote.losses))}) for vote in votes]
     assert tally(told).additional_losses == {"z": pytest.approx((1 * 1 + 2 * 2) / 3)}
+
+
+def by_pipeline(votes: list[Vote], *, loss_scale: float = 1.0) -> list[Ballot]:
+    """Put votes into one ballot per pipeline."""
+    pipelines = sorted({vote.pipeline for vote in votes})
+    return [Ballot(tuple(v for v in votes if v.pipeline == pipeline), loss_scale) for pipeline in pipelines]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), st.integers(1, 4), st.permutations(range(4)))
+def test_ballots_are_settled_as_their_votes_are_tallied_in_whatever_order_they_came(
+    stages: int, pipelines: int, order: list[int]
+) -> None:
+    votes = ballots(stages, pipelines, [0.5, 1.5, 2.5, 3.5], [2.0] * LAYERS)
+    cast = by_pipeline(votes, loss_scale=4.0)
+    shuffled = [cast[index] for index in order if index < len(cast)]
+    assert settle(shuffled) == Outcome(decision=tally(votes, loss_scale=4.0))
+    assert encode(settle(shuffled)) == encode(settle(cast))
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "words"),
+    [
+        ([1.0, math.nan], [1.0] * LAYERS, "loss is nan in step 3, micro-batch 1 "),
+        ([1.0, 1.0], [1.0, math.inf] + [1.0] * (LAYERS - 2), "the gradient of layer 1 is not finite in step 3"),
+    ],
+)
+def test_what_cannot_be_committed_is_refused_with_the_reason(
+    losses: list[float], norms: list[float], words: str
+) -> None:
+    outcome = settle(by_pipeline(ballots(2, 2, losses, norms)))
+    assert outcome.decision is None
+    assert words in outcome.refusal
+    assert decode(Outcome, encode(outcome)) == outcome
+
+
+def test_the_rows_of_an_evaluation_come_back_in_the_order_of_the_ballots() -> None:
+    assert settle([Ballot((), rows=("a", "b")), Ballot(()), Ballot((), rows=("c",))]) == Outcome(rows=("a", "b", "c"))
+
+
+def test_an_overflow_is_settled_as_a_skipped_step() -> None:
+    votes = ballots(2, 2, [math.inf] * 4, [math.inf] * LAYERS, overflow=lambda place: place.stage == 1)
+    outcome = settle(by_pipeline(votes, loss_scale=2.0**16))
+    assert outcome.refusal == ""
+    assert outcome.decision is not None
+    assert outcome.decision.overflow
+    assert decode(Outcome, encode(outcome)) == outcome
 
 
 @settings(deadline=None)

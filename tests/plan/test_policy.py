@@ -17,9 +17,9 @@ from bamboo_ds.plan.policy import (
     Boundary,
     Event,
     Joined,
+    Launched,
     Lost,
     PlanDecision,
-    Waited,
     decide,
     unheld_stages,
 )
@@ -42,27 +42,26 @@ def written(decision: PlanDecision) -> Plan:
 
 # ---- the first plan --------------------------------------------------------------------------------------------------
 
-FOUR_BY_TWO = Bounds(num_stages=4, pipelines=2, min_stages=2, patience_seconds=10)
+FOUR_BY_TWO = Bounds(num_stages=4, pipelines=2, min_stages=2)
 
 
 @pytest.mark.parametrize(
     ("workers", "event", "action", "shape"),
     [
-        (8, Joined((7,)), Action.START, Shape(4, 2)),
         (9, Joined((8,)), Action.START, Shape(4, 2)),
-        (7, Joined((6,)), Action.WAIT, None),
-        (7, Waited(9.9), Action.WAIT, None),
-        (7, Waited(10), Action.START, Shape(4, 1)),
-        (3, Waited(10), Action.START, Shape(3, 1)),
-        (2, Waited(10), Action.START, Shape(2, 1)),
-        (1, Waited(1000), Action.WAIT, None),
-        (0, Waited(1000), Action.WAIT, None),
-        (8, lost(3), Action.WAIT, None),
-        (9, lost(3), Action.START, Shape(4, 2)),
+        (8, Joined((7,)), Action.START, Shape(4, 2)),
         (8, Boundary(), Action.START, Shape(4, 2)),
+        (7, Joined((6,)), Action.START, Shape(4, 1)),
+        (3, Joined((2,)), Action.START, Shape(3, 1)),
+        (2, Joined((1,)), Action.START, Shape(2, 1)),
+        (1, Joined((0,)), Action.WAIT, None),
+        (0, Boundary(), Action.WAIT, None),
+        (9, lost(3), Action.START, Shape(4, 2)),
+        (8, lost(3), Action.START, Shape(4, 1)),
+        (2, lost(1), Action.WAIT, None),
     ],
 )
-def test_a_job_starts_with_a_full_house_or_when_patience_runs_out(
+def test_a_job_starts_as_soon_as_its_workers_make_a_plan(
     workers: int, event: Event, action: Action, shape: Shape | None
 ) -> None:
     decision = decide(cluster_of(workers, FOUR_BY_TWO), None, event)
@@ -75,10 +74,7 @@ def test_a_job_starts_with_a_full_house_or_when_patience_runs_out(
 
 
 def test_the_wait_for_more_names_its_numbers() -> None:
-    assert decide(cluster_of(7, FOUR_BY_TWO), None, Waited(1)).reason == (
-        "7 worker(s) are there; waiting for 8 workers, at most 10 s after the last"
-    )
-    assert decide(cluster_of(1, FOUR_BY_TWO), None, Waited(1)).reason == (
+    assert decide(cluster_of(1, FOUR_BY_TWO), None, Joined((0,))).reason == (
         "1 worker(s) are there, and min_stages = 2: waiting for nodes"
     )
 
@@ -88,19 +84,15 @@ def test_a_worker_lost_before_the_first_plan_gets_no_stage_though_it_is_still_re
     assert plan.workers == (1, 2, 3, 4, 5, 6, 7, 8)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "full"),
-    [
-        (Bounds(num_stages=4), None),
-        (Bounds(num_stages=4, pipelines=3), 12),
-        (Bounds(num_stages=4, start_workers=6), 6),
-        (Bounds(num_stages=4, pipelines=3, start_workers=6), 6),
-        (Bounds(num_stages=4, pipelines=1, start_workers=6), 4),
-        (Bounds(num_stages=4, min_stages=3, start_workers=1), 3),
-    ],
-)
-def test_a_full_house_is_what_the_bounds_use(bounds: Bounds, full: int | None) -> None:
-    assert bounds.full_house == full
+def test_the_plan_of_a_launcher_is_taken_as_it_is_once_its_workers_are_there() -> None:
+    given = Launched(static_plan(world_size=8, num_stages=4))
+    early = decide(cluster_of(6, FOUR_BY_TWO), None, given)
+    assert (early.action, early.plan) == (Action.WAIT, None)
+    assert early.reason == "worker(s) 6, 7 of the launcher's plan are not there"
+    decision = decide(cluster_of(9, FOUR_BY_TWO), None, given)
+    assert decision.action is Action.START
+    assert written(decision) == replace(given.plan, cause="the launcher has placed 8 workers")
+    assert decide(cluster_of(9, FOUR_BY_TWO), written(decision), given).action is Action.KEEP
 
 
 @pytest.mark.parametrize(
@@ -221,7 +213,7 @@ def test_who_joins_is_a_standby(workers: tuple[int, ...], action: Action, words:
     assert words in decision.reason
 
 
-@pytest.mark.parametrize("event", [Waited(1e9), Boundary()])
+@pytest.mark.parametrize("event", [Launched(STATIC), Boundary()])
 def test_a_plan_that_runs_stands(event: Event) -> None:
     for plan in (STATIC, written(decide(CLUSTER, STATIC, lost(2)))):
         assert decide(CLUSTER, plan, event).action is Action.KEEP

@@ -31,7 +31,7 @@ RECORDS: list[Any] = [
     fail_over(PLAN, [0, 2], redundancy=True),
     Plan(owners=((7,),), epoch=3, dead=frozenset({0, 1, 2, 4}), from_checkpoint=True),
     Node("n1", "eu-1a", (3, 4), address="10.0.0.1", spot=False),
-    Bounds(num_stages=4, pipelines=None, start_workers=7, patience_seconds=2.5),
+    Bounds(num_stages=4, pipelines=None, min_stages=2, redundancy=False),
     LinkReport(1, 2, epoch=0, version=3, detail="connection reset"),
     Vote(1, 5, 0, 1, squared_norms={"3": math.inf, "tied:e": 1e-30}, losses={0: 1 / 3, 11: 0.1}, overflow=True),
     Decision(5, 1 / 3, (0.1, 0.2), {"aux": 0.5}, math.inf, True, ((0.1, 0.2),), frozenset({3, 0, 1})),

@@ -63,20 +63,38 @@ def test_all_our_inference_schedules_fit_together(stages: int) -> None:
         assert report.messages == (stages - 1) * micro_batches
 
 
-@pytest.mark.parametrize("stages", range(2, 7))
-@pytest.mark.parametrize("kind", [BambooTrainSchedule, BambooInferenceSchedule])
-def test_merged_workers_fit_together_with_the_others(stages: int, kind: type) -> None:
-    """Whatever stages are lost, alone or in pairs: each goes to the owner of the stage before it."""
-    losses = [lost for count in (1, 2) for lost in combinations(range(stages), count) if len(lost) < stages]
-    for lost in losses:
-        owned: dict[int, list[int]] = {}
+def merged(stages: int) -> list[list[int]]:
+    """Return the owners after any one or two losses, together or not: each stage goes to the owner of that before."""
+    found = []
+    for lost in (lost for count in (1, 2) for lost in combinations(range(stages), count) if len(lost) < stages):
+        owners = list(range(stages))
         for stage in range(stages):
-            owner = stage
-            while owner in lost:
-                owner = (owner - 1) % stages
-            owned.setdefault(owner, []).append(stage)
-        schedules = {owner: kind(5, stages, owner, owned=own) for owner, own in owned.items()}
-        check(schedules, stages=stages, micro_batches=5, forward_only=kind is BambooInferenceSchedule)
+            while owners[stage] in lost:
+                owners[stage] = (owners[stage] - 1) % stages
+        found.append(owners)
+    return found
+
+
+@pytest.mark.parametrize("stages", range(2, 7))
+@pytest.mark.parametrize("redundancy", MODES)
+def test_merged_workers_fit_together_with_the_others(stages: int, redundancy: str) -> None:
+    costs = StageCosts.uniform(stages)
+    for owners in merged(stages):
+        schedules = {
+            home: BambooTrainSchedule(5, stages, home, owners=owners, redundancy=redundancy, costs=costs)
+            for home in set(owners)
+        }
+        check(schedules, stages=stages, micro_batches=5)
+
+
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_merged_workers_fit_together_in_evaluation(stages: int) -> None:
+    for owners in merged(stages):
+        schedules = {
+            home: BambooInferenceSchedule(5, stages, home, owned=[s for s in range(stages) if owners[s] == home])
+            for home in set(owners)
+        }
+        check(schedules, stages=stages, micro_batches=5, forward_only=True)
 
 
 # Two stages, two micro-batches, one redundant forward: small enough to see each fault.

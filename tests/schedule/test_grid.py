@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.schedule import StageCosts, clock_order, simulate, worker_orders
+from bamboo_ds.schedule import StageCosts, clock_order, disturb, simulate, worker_orders
 from bamboo_ds.schedule.grid import column_seconds, grid
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -74,7 +74,17 @@ def test_a_merged_worker_shows_both_stages_in_its_row() -> None:
     orders = {0: clock_order((0,), stages=3, micro_batches=1), 1: clock_order((1, 2), stages=3, micro_batches=1)}
     assert grid(simulate(orders, StageCosts.uniform(3))).splitlines() == [
         "0  F0 .  .  .  .  .  .  B0---",
-        "1  .  F0 F0 B0--- B0--- .  .",
+        "1  .  F0 f0 b0--- B0--- .  .",
+    ]
+
+
+def test_a_lost_worker_ends_in_a_cross_and_its_shadow_goes_on_with_its_stage() -> None:
+    costs = StageCosts.uniform(3)
+    lost = disturb(3, micro_batches=3, victim=1, before=9, costs=costs, redundancy="fit")
+    assert grid(lost.timeline, lost_seconds={1: lost.lost_seconds}).splitlines() == [
+        "0  F0 F1 F2 r0 r1 r2 .  b0--- B0--- b1--- B1--- b2--- B2---",
+        "1  .  F0 F1 r0 .  B0--- x",
+        "2  r0 .  F0 B0--- F1 B1--- F2 B2--- r1 r2 .  .  .  .  .  .",
     ]
 
 

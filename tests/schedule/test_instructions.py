@@ -9,8 +9,8 @@ import pytest
 from deepspeed.runtime.pipe import schedule as stock
 
 from bamboo_ds.schedule import instructions as ours
-from bamboo_ds.schedule.instructions import expand
 from bamboo_ds.schedule.operations import Kind, Operation
+from bamboo_ds.schedule.words import LETTERS, REDUCE, STEP, Word, computed, expand
 
 SHARED = [
     "LoadMicroBatch",
@@ -23,7 +23,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("name", [*SHARED, "RedundantForward"])
+@pytest.mark.parametrize("name", [*SHARED, "RedundantForward", "PromoteForward"])
 def test_an_instruction_is_a_value_of_type_stage_and_micro_batch(name: str) -> None:
     kind = getattr(ours, name)
     same, other_stage, other_batch = (
@@ -59,13 +59,28 @@ def test_ours_never_equals_an_instruction_of_deepspeed() -> None:
 
 def test_between_two_owned_stages_nothing_is_sent() -> None:
     forward = Operation(Kind.FORWARD, 1, 0)
-    names = [instruction.name for instruction in expand(forward, stages=4, owned=(1, 2))]
-    assert names == ["RecvActivation", "ForwardPass"]
+    assert expand(forward, stages=4, owned=(1, 2)) == (Word("RA", 1, 0), Word("F", 1, 0))
+
+
+def test_every_word_is_an_instruction_and_back() -> None:
+    words = [*(Word(letters, 2, 7) for letters in LETTERS), REDUCE, STEP]
+    assert [ours.to_word(ours.from_word(word)) for word in words] == words
+    assert len({type(ours.from_word(word)) for word in words}) == len(words) == len(ours.CLASSES)
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, "0P5 0SA5"), (1, "1P5 1SA5"), (3, "3L5 3P5")])
+def test_a_promoted_forward_needs_no_inputs_but_the_labels_for_the_loss(stage: int, expected: str) -> None:
+    words = expand(Operation(Kind.PROMOTED, stage, 5), stages=4, owned=(stage,))
+    assert " ".join(map(str, words)) == expected
+    assert computed(words) == Operation(Kind.PROMOTED, stage, 5)
+    assert computed(words[:1]) is None or stage < 3
 
 
 def test_importing_the_room_and_its_pure_modules_loads_neither_torch_nor_deepspeed() -> None:
     code = (
         "import sys, bamboo_ds.schedule, bamboo_ds.schedule.check, bamboo_ds.schedule.grid\n"
+        "costs = bamboo_ds.schedule.StageCosts.uniform(2)\n"
+        "bamboo_ds.schedule.disturb(2, micro_batches=1, victim=1, before=2, costs=costs)\n"
         "print({'torch', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -16,6 +16,7 @@ EXAMPLES = [
     ("2F10", ours.ForwardPass(stage=2, micro_batch=10)),
     ("12B0", ours.BackwardPass(stage=12, micro_batch=0)),
     ("2R0", ours.RedundantForward(stage=2, micro_batch=0)),
+    ("2P0", ours.PromoteForward(stage=2, micro_batch=0)),
     ("2SA0", ours.SendActivation(stage=2, micro_batch=0)),
     ("2RA0", ours.RecvActivation(stage=2, micro_batch=0)),
     ("2SG0", ours.SendGrad(stage=2, micro_batch=0)),
@@ -31,7 +32,7 @@ def test_an_instruction_has_one_text_form(text: str, instruction: ours.Instructi
     assert notation.parse(text) == instruction
 
 
-@given(st.sampled_from(["L", "F", "B", "R", "SA", "RA", "SG", "RG"]), st.integers(0, 999), st.integers(0, 9999))
+@given(st.sampled_from(["L", "F", "B", "R", "P", "SA", "RA", "SG", "RG"]), st.integers(0, 999), st.integers(0, 9999))
 def test_any_stage_and_micro_batch_survive_the_round_trip(letters: str, stage: int, micro_batch: int) -> None:
     text = f"{stage}{letters}{micro_batch}"
     assert notation.format(notation.parse(text)) == text

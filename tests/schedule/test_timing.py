@@ -74,6 +74,16 @@ def test_a_redundant_forward_has_no_clock() -> None:
         clock(Operation(Kind.REDUNDANT, 1, 2), stages=4)
 
 
+def test_a_promoted_forward_takes_no_time_and_stands_for_the_forward() -> None:
+    costs = StageCosts.uniform(2, forward=3.0, redundant=1.0)
+    redundant, promoted, forward = (Operation(k, 0, 0) for k in (Kind.REDUNDANT, Kind.PROMOTED, Kind.FORWARD))
+    other = [Operation(Kind.FORWARD, 1, 0)]
+    assert simulate({0: [redundant, promoted], 1: other}, costs).step_seconds == 1.0 + 3.0
+    assert simulate({0: [forward], 1: other}, costs).step_seconds == 3.0 + 3.0
+    with pytest.raises(ScheduleError, match="worker 0 waits in 0P0 for 0R0"):
+        simulate({0: [promoted]}, costs)
+
+
 def test_a_large_step_is_simulated_in_milliseconds() -> None:
     orders, costs = worker_orders(12, micro_batches=64), StageCosts.uniform(12)
 

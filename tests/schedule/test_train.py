@@ -119,6 +119,24 @@ def test_a_merged_worker_has_nothing_to_run_redundantly() -> None:
     assert not any(i.name == "RedundantForward" for i in flat(merged))
 
 
+def test_owners_say_the_same_as_owned_stages() -> None:
+    owned = BambooTrainSchedule(8, 4, 1, owned=(1, 2))
+    owners = BambooTrainSchedule(8, 4, 1, owners=(0, 1, 1, 3))
+    assert owned.owned == owners.owned == (1, 2)
+    assert list(owned.steps()) == list(owners.steps())
+
+
+def test_only_workers_that_could_take_over_run_redundant_forwards() -> None:
+    owners, costs = (0, 1, 1, 3, 4), StageCosts.uniform(5)
+    counts = [
+        sum(i.name == "RedundantForward" for i in flat(schedule))
+        for home in (0, 1, 3, 4)
+        for schedule in [BambooTrainSchedule(8, 5, home, owners=owners, redundancy="eflb", costs=costs)]
+    ]
+    # Stage 1 has a merged owner, whose loss nobody could make good; worker 1 is merged.
+    assert counts == [0, 0, 8, 8]
+
+
 def test_buffers_are_the_micro_batches_in_flight() -> None:
     assert [BambooTrainSchedule(8, 4, stage).num_pipe_buffers() for stage in range(4)] == [4, 3, 2, 1]
     assert BambooTrainSchedule(2, 4, 0).num_pipe_buffers() == 2
@@ -132,6 +150,11 @@ def test_buffers_are_the_micro_batches_in_flight() -> None:
         ({"micro_batches": 1, "stages": 0, "stage_id": 0}, "stages=0"),
         ({"micro_batches": 1, "stages": 2, "stage_id": 2}, r"owned=\(2,\)"),
         ({"micro_batches": 1, "stages": 2, "stage_id": 0, "owned": (1,)}, "stage_id=0"),
+        ({"micro_batches": 1, "stages": 2, "stage_id": 0, "owners": (1, 1)}, r"owners=\(1, 1\): not those of .*=0"),
+        ({"micro_batches": 1, "stages": 2, "stage_id": 0, "owners": (0,)}, r"owners=\(0,\): must name for each of 2"),
+        ({"micro_batches": 1, "stages": 2, "stage_id": 0, "owners": (0, -1)}, r"owners=\(0, -1\)"),
+        ({"micro_batches": 1, "stages": 2, "stage_id": 0, "owners": (1, 0)}, r"owners=\(1, 0\)"),
+        ({"micro_batches": 1, "stages": 2, "stage_id": 0, "owned": (0,), "owners": (0, 0)}, r"owned=\(0,\), owners="),
         ({"micro_batches": 1, "stages": 2, "stage_id": 0, "redundancy": "most"}, "'most'.*off, lflb, fit, eflb"),
         (
             {"micro_batches": 1, "stages": 2, "stage_id": 0, "redundancy": "fit", "costs": StageCosts.uniform(3)},

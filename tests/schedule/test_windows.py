@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from bamboo_ds.schedule import (
     Kind,
     Operation,
+    Redundancy,
     StageCosts,
     eager_bound,
     frc_share,
     shadow_of,
+    shadowed_stage,
     simulate,
     worker_orders,
 )
@@ -59,6 +61,61 @@ def test_fit_never_stretches_the_step(pipeline: tuple[int, int, StageCosts]) -> 
     assert_sound(placed(stages, micro_batches, "fit", costs), stages, micro_batches)
     plain = step_seconds(stages, micro_batches, "off", costs)
     assert step_seconds(stages, micro_batches, "fit", costs) == pytest.approx(plain, rel=EXACT)
+
+
+@st.composite
+def merged_pipelines(draw: st.DrawFn) -> tuple[tuple[int, ...], int, StageCosts]:
+    stages, micro_batches, costs = draw(pipelines())
+    lost = draw(st.sets(st.integers(0, stages - 1), max_size=stages // 2))
+    apart = {stage for stage in lost if (stage - 1) % stages not in lost}
+    return tuple((s - 1) % stages if s in apart else s for s in range(stages)), micro_batches, costs
+
+
+@given(merged_pipelines(), st.sampled_from(["fit", "eflb"]))
+@settings(deadline=None, max_examples=150)
+def test_beside_merged_workers_redundancy_keeps_its_promises(
+    pipeline: tuple[tuple[int, ...], int, StageCosts], redundancy: Redundancy
+) -> None:
+    owners, micro_batches, costs = pipeline
+    stages = len(owners)
+    plain = worker_orders(stages, micro_batches=micro_batches, owners=owners)
+    orders = worker_orders(stages, micro_batches=micro_batches, redundancy=redundancy, costs=costs, owners=owners)
+    naive = naive_orders(stages, micro_batches=micro_batches, owners=owners)
+    assert set(orders) == set(owners)
+    for worker, order in orders.items():
+        assert tuple(operation for operation in order if operation.kind is not Kind.REDUNDANT) == plain[worker]
+        redundant = [operation.micro_batch for operation in order if operation.kind is Kind.REDUNDANT]
+        assert redundant == list(range(len(redundant)))
+        if shadowed_stage(worker, owners=owners) is None:
+            assert redundant == []
+        elif redundancy == "eflb":
+            assert len(redundant) == micro_batches
+    seconds = simulate(orders, costs).step_seconds
+    if redundancy == "fit":
+        assert seconds == pytest.approx(simulate(plain, costs).step_seconds, rel=EXACT)
+    else:
+        assert seconds <= simulate(naive, costs).step_seconds * (1 + EXACT)
+
+
+def test_beside_a_merged_worker_there_is_more_room_for_redundant_forwards() -> None:
+    costs = StageCosts.uniform(5)
+    alone = frc_share(5, micro_batches=8, redundancy="fit", costs=costs)
+    beside = frc_share(5, micro_batches=8, redundancy="fit", costs=costs, owners=(0, 1, 1, 3, 4))
+    assert beside[:3] == (0, 0, 0)
+    assert beside[3] > alone[3]
+    assert beside[4] >= alone[4]
+
+
+def test_who_could_take_over_what() -> None:
+    def stages(*owners: int) -> list[int | None]:
+        return [shadowed_stage(home, owners=owners) for home in sorted(set(owners))]
+
+    assert stages(0, 1, 2) == [1, 2, 0]
+    assert stages(0) == [None]
+    assert stages(0, 0) == [None]
+    assert stages(2, 1, 2) == [None, None]
+    assert stages(0, 1, 1, 3, 4) == [None, None, 4, 0]
+    assert stages(0, 1, 1, 3, 3) == [None, None, None]
 
 
 @given(pipelines())

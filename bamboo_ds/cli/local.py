@@ -1,0 +1,474 @@
+"""A cluster on this machine: several nodes, each an agent with its workers, and an etcd.
+
+::
+
+    with LocalCluster(program, nodes=8, zones=("a", "b", "c")) as cluster:
+        code = cluster.wait()
+
+The agents are forked from this process after it has imported torch and DeepSpeed, and the workers from them, so eight
+nodes are up in a second. This process never opens a store itself: none that was forked from it could.
+
+Whatever ends, and however, nothing is left: the agents and etcd die with this process, the workers with their agents.
+Only folders of a launcher that was killed stay; the next one sweeps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from bamboo_ds.cli.bench.workers import warm_up
+from bamboo_ds.cli.local_agent import RESULTS, Gate, be_agent, run_and_keep, run_script
+from bamboo_ds.config.etcd import EtcdConfig
+from bamboo_ds.elastic import forking
+from bamboo_ds.elastic.agent import FAILED, FINISHED
+from bamboo_ds.elastic.agent_settings import AgentSettings
+from bamboo_ds.elastic.namespaces import Network
+from bamboo_ds.elastic.preemption import How, break_node
+from bamboo_ds.elastic.processes import NodeProcesses, members, node_processes, process, send
+from bamboo_ds.elastic.spawner import Program, Script
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.store.embedded import EmbeddedEtcd
+
+__all__ = ["LocalCluster"]
+
+_FOLDER_PREFIX = "bamboo-local-"
+_LOCK = "lock"
+_SWEEP_AFTER_SECONDS = 60.0  # a younger folder without a lock may belong to a launcher that is just starting
+_POLL_SECONDS = 0.01
+_LATE_SECONDS = 20.0  # in which the other agents end once the first has seen the end of the job
+_LEAVE_SECONDS = 5.0  # in which agents that were told to leave end
+_SWEPT_SECONDS = 3.0  # in which what a killed agent leaves is ended by its spawner
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class _LocalNode:
+    """A node, as its launcher knows it."""
+
+    name: str
+    index: int
+    settings: AgentSettings
+    pid: int = 0
+    code: int | None = None
+    """Of its agent; negative for the signal that ended it."""
+    fault: How | None = None
+    """How it was broken from outside. What its agent says in the end no longer counts."""
+
+    @property
+    def running(self) -> bool:
+        """Whether its agent has not ended."""
+        return self.code is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it runs but will do nothing: it is stopped or cut off."""
+        if self.fault in ("stop", "cut"):
+            return True
+        found = process(self.pid)
+        return found is not None and found.state == "T"
+
+    def reap(self) -> bool:
+        """Return whether its agent has ended."""
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is not None
+
+    def sessions(self) -> list[int]:
+        """Return the sessions of its spawner and workers, whatever has become of its agent."""
+        try:
+            lines = (self.settings.pid_file or Path()).read_text(encoding="utf-8").split()
+        except OSError:
+            return []
+        return [int(line) for line in lines]
+
+
+class LocalCluster:
+    """Several nodes on this machine. Use it in a `with` block, in the main thread of a process that opens no store.
+
+    Args:
+        program: a `Script`, run in a fork of this warmed-up process, or a callable, whose value is kept (`results`).
+        nodes: their number; they are called n0, n1, ...
+        zones: given to the nodes in turn.
+        job: name of the job.
+        etcd: servers to use; None for an embedded one.
+        workers: per node.
+        ttl_seconds: how long a node is believed to live without a word from its agent.
+        start_workers: the job starts at once with so many; by default all.
+        patience_seconds: the job starts with fewer when for so long nobody has joined.
+        outage_seconds: how long the store may be out of reach.
+        log_folder: takes a folder per node with `worker-<id>.log` and `events.jsonl`; None for a temporary one.
+        echo: whether to pass on what the workers write.
+        metrics_port: of the first node, the next ones follow; None for no metrics.
+        environment: more variables for the workers.
+        namespaces: give each node its own network namespace (needs root) instead of a loopback address.
+        warm: import torch and DeepSpeed before the nodes are forked.
+
+    Raises:
+        ConfigError: an argument cannot be right, or this machine cannot do it.
+    """
+
+    def __init__(
+        self,
+        program: Script | Callable[[], Any],
+        *,
+        nodes: int,
+        zones: Sequence[str] = ("local",),
+        job: str = "local",
+        etcd: EtcdConfig | None = None,
+        workers: int = 1,
+        ttl_seconds: float = 3.0,
+        start_workers: int | None = None,
+        patience_seconds: float = 30.0,
+        outage_seconds: float = 60.0,
+        log_folder: Path | None = None,
+        echo: bool = True,
+        metrics_port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        namespaces: bool = False,
+        warm: bool = True,
+    ) -> None:
+        if nodes < 1:
+            raise ConfigError(f"local nodes = {nodes}: a cluster has at least 1")
+        if not zones:
+            raise ConfigError("zones: give at least 1")
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("a LocalCluster must be made in the main thread: its nodes die with the thread")
+        self._program, self._etcd, self._zones, self._warm = program, etcd, tuple(zones), warm
+        self._namespaces, self._log_folder, self._metrics_port = namespaces, log_folder, metrics_port
+        self._common = {
+            "job": job,
+            "workers": workers,
+            "ttl_seconds": ttl_seconds,
+            "start_workers": nodes * workers if start_workers is None else start_workers,
+            "patience_seconds": patience_seconds,
+            "outage_seconds": outage_seconds,
+            "echo": echo,
+            "alone": False,
+            "environment": dict(environment or {}),
+        }
+        self._nodes = {f"n{index}": index for index in range(nodes)}
+        self._running: dict[str, _LocalNode] = {}
+        self._network: Network | None = None
+        self._server: EmbeddedEtcd | None = None
+        self._results: dict[int, Any] = {}
+        self._ending = contextlib.ExitStack()
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Start it; returns when all agents run, which take part in the job from now on."""
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it."""
+        self.end()
+
+    def _start(self) -> None:
+        sweep_abandoned_folders()
+        self._folder = self._ending.enter_context(_locked_folder())
+        self._ending.enter_context(_signals_raise())
+        if self._namespaces:
+            self._network = Network()
+            self._ending.callback(self._network.close)
+        with ThreadPoolExecutor(1) as other:
+            starting = other.submit(self._start_etcd)
+            _import_heavy(warm=self._warm)
+            starting.result()
+        for name, index in self._nodes.items():
+            self._running[name] = _LocalNode(name, index, self._settings(name, index))
+        self._fork_all()
+
+    def _start_etcd(self) -> None:
+        if self._etcd is not None:
+            return
+        self._server = EmbeddedEtcd(host=self._network.address if self._network else "127.0.0.1")
+        self._ending.callback(self._server.stop)
+        self._server.start()
+        self._etcd = EtcdConfig(endpoints=(self._server.endpoint,))
+
+    def _settings(self, name: str, index: int) -> AgentSettings:
+        home = self._folder / name
+        (home / "tmp").mkdir(parents=True)
+        address = self._network.node_address(index) if self._network else _loopback(index)
+        return AgentSettings(
+            etcd=self.etcd,
+            node=name,
+            zone=self._zones[index % len(self._zones)],
+            program=self._prepared(),
+            address=address,
+            log_folder=(self._log_folder or self._folder / "logs") / name,
+            metrics_port=self._metrics_port + index if self._metrics_port else self._metrics_port,
+            pid_file=home / "pids",
+            **self._common,  # type: ignore[arg-type]
+        )
+
+    def _prepared(self) -> Program:
+        if isinstance(self._program, Script):
+            return functools.partial(run_script, self._program) if self._warm else self._program
+        return functools.partial(run_and_keep, self._program, self._folder)
+
+    def _fork_all(self) -> None:
+        """Fork the agents; those with a network of their own wait until all have a link."""
+        gates = {name: Gate() for name in self._running} if self._network else {}
+        for name, node in self._running.items():
+            child = functools.partial(
+                be_agent,
+                node.settings,
+                launcher=os.getpid(),
+                temporary_folder=self._folder / name / "tmp",
+                gate=gates.get(name),
+            )
+            node.pid = forking.fork(child)
+        linked = False
+        try:
+            for gate in gates.values():
+                gate.await_child()
+            if self._network is not None:
+                self._network.attach([node.pid for node in self._running.values()])
+            linked = True
+        finally:
+            for gate in gates.values():
+                gate.open(linked=linked)
+
+    def end(self) -> None:
+        """End everything; may be called again."""
+        running = [node for node in self._running.values() if not node.reap()]
+        idle = [node for node in running if node.idle]
+        send([node.pid for node in running if node not in idle], signal.SIGTERM)
+        self._kill(idle)
+        self._await(running, time.monotonic() + _LEAVE_SECONDS)
+        self._kill([node for node in running if node.running])
+        self._sweep()
+        self._results = self.results()
+        self._ending.close()
+
+    def _kill(self, nodes: Sequence[_LocalNode]) -> None:
+        for node in nodes:
+            send(node_processes(node.pid).everything, signal.SIGKILL)
+        self._await(nodes, time.monotonic() + _SWEPT_SECONDS)
+
+    def _await(self, nodes: Sequence[_LocalNode], deadline: float) -> None:
+        while [node for node in nodes if not node.reap()] and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def _sweep(self) -> None:
+        """Wait for the end of what killed agents have left, which their spawners see to; then see to it."""
+        sessions = [session for node in self._running.values() for session in node.sessions()]
+        deadline = time.monotonic() + _SWEPT_SECONDS
+        while (rest := members(sessions)) and time.monotonic() < 2 * _SWEPT_SECONDS + deadline:
+            if time.monotonic() > deadline:
+                send(rest, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    # ---- what it can tell --------------------------------------------------------------------------------------
+
+    @property
+    def etcd(self) -> EtcdConfig:
+        """How to reach its store, once it has begun.
+
+        Raises:
+            ConfigError: it has not begun.
+        """
+        if self._etcd is None:
+            raise ConfigError("the cluster has not begun: use it in a `with` block")
+        return self._etcd
+
+    @property
+    def server(self) -> EmbeddedEtcd | None:
+        """The embedded etcd; None if others were given, or before the start."""
+        return self._server
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the nodes."""
+        return tuple(self._nodes)
+
+    @property
+    def codes(self) -> dict[str, int | None]:
+        """The exit code of each agent, by node: negative for a signal, None while it runs."""
+        for node in self._running.values():
+            node.reap()
+        return {name: node.code for name, node in self._running.items()}
+
+    def log_folder(self, node: str) -> Path:
+        """Return the folder of a node's logs."""
+        return self._node(node).settings.log_folder
+
+    def log(self, worker: int) -> str:
+        """Return what a worker has written; empty if there is no such worker."""
+        found = (self.log_folder(node) / f"worker-{worker}.log" for node in self.names)
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in found if path.exists())
+
+    def processes(self, node: str) -> NodeProcesses:
+        """Return the process ids of a node whose agent runs."""
+        return node_processes(self._node(node).pid)
+
+    def results(self) -> dict[int, Any]:
+        """Return what the callable program returned, by worker id, for the workers that have returned."""
+        found = dict(self._results)
+        if hasattr(self, "_folder"):
+            for path in self._folder.glob(RESULTS):
+                found[int(path.stem.removeprefix("result-"))] = pickle.loads(path.read_bytes())
+        return found
+
+    # ---- faults ------------------------------------------------------------------------------------------------
+
+    def kill(self, node: str, how: How = "kill") -> float:
+        """Break a node from outside, and return `time.monotonic()` of the fault.
+
+        Raises:
+            ConfigError: there is no such node, or `cut` without namespaces.
+        """
+        found = self._node(node)
+        if how == "cut":
+            if self._network is None:
+                raise ConfigError("cut: the nodes of this cluster have no link to cut; make it with namespaces=True")
+            found.fault = how
+            at = time.monotonic()
+            self._network.cut(found.index)
+            return at
+        processes = node_processes(found.pid)
+        found.fault = how
+        at = time.monotonic()
+        break_node(processes, how)
+        return at
+
+    def kill_worker(self, node: str, index: int = 0) -> float:
+        """Kill a worker of a node, and return `time.monotonic()` of the fault.
+
+        Raises:
+            ConfigError: there is no such node, or it has no such worker.
+        """
+        workers = self.processes(node).workers
+        if index >= len(workers):
+            raise ConfigError(f"node {node} has {len(workers)} running worker(s), none with index {index}")
+        at = time.monotonic()
+        send([workers[index]], signal.SIGKILL)
+        return at
+
+    def _node(self, name: str) -> _LocalNode:
+        if name not in self._running:
+            raise ConfigError(f"no node {name} runs here; there are {', '.join(self._running) or 'none'}")
+        return self._running[name]
+
+    # ---- its end -----------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_seconds: float | None = None) -> int:
+        """Wait for the end of the job, and return the exit code: 0 it has finished, 1 it has failed or no node is left.
+
+        Nodes that are stopped or cut off are not waited for.
+
+        Raises:
+            TimeoutError: it is not over in time.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        over_at: float | None = None
+        while waiting := [node for node in self._running.values() if not node.reap()]:
+            now = time.monotonic()
+            if over_at is None and any(self._verdicts()):
+                over_at = now
+            someone_gone = len(waiting) < len(self._running)
+            if (over_at is not None and now > over_at + _LATE_SECONDS) or (
+                someone_gone and all(node.idle for node in waiting)
+            ):
+                self._kill(waiting)
+                break
+            if deadline is not None and now > deadline:
+                raise TimeoutError(f"the job is not over after {timeout_seconds:g} s; {len(waiting)} nodes run")
+            time.sleep(_POLL_SECONDS)
+        return self._code()
+
+    def _verdicts(self) -> list[bool]:
+        """Return for each agent whose word counts whether it has said how the job ended."""
+        return [node.fault is None and node.code in (FINISHED, FAILED) for node in self._running.values()]
+
+    def _code(self) -> int:
+        said = {node.code for node in self._running.values() if node.fault is None}
+        return FINISHED if FINISHED in said and FAILED not in said else FAILED
+
+
+def _import_heavy(*, warm: bool) -> None:
+    """Import once what all forks need: the client of etcd (not a connection) and, if asked for, torch and DeepSpeed."""
+    from bamboo_ds.store.etcd_protobuf import etcd_messages
+
+    etcd_messages()
+    if warm:
+        warm_up()
+
+
+def _loopback(index: int) -> str:
+    """Return an address of this machine that no other node has: all of 127/8 is its."""
+    return f"127.0.{index // 250}.{index % 250 + 1}"
+
+
+@contextlib.contextmanager
+def _locked_folder() -> Iterator[Path]:
+    """Give a temporary folder with a lock that all processes forked from this one hold, too."""
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    try:
+        with (folder / _LOCK).open("w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep_abandoned_folders() -> None:
+    """Remove the folders of launchers that were killed: those that nobody holds locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            stat = folder.stat()
+            if stat.st_uid == os.getuid() and _abandoned(folder, age=time.time() - stat.st_mtime):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandoned(folder: Path, *, age: float) -> bool:
+    try:
+        with (folder / _LOCK).open("r+", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return age > _SWEEP_AFTER_SECONDS
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process, as Ctrl-C does, so that it ends in order."""
+
+    def unwind(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,84 @@
+"""Finds a worker's place: from its rank where the job is fixed, from the cluster's plan where workers come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bamboo_ds.config import BambooConfig, bamboo_block, early_config, resolve_batch_sizes
+from bamboo_ds.config.batch import ACCUMULATION, MICRO, TRAIN
+from bamboo_ds.config.keys import value_at
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.plan import Plan, static_plan
+from bamboo_ds.plan.job import JobSpec
+from bamboo_ds.world import World
+
+
+def take_seat(
+    world: World, *, num_stages: int, num_layers: int, pipelines: int | None, built: bool = False
+) -> tuple[Plan, JobSpec | None]:
+    """Return the plan under which this worker's module is built; in a cluster, wait for it.
+
+    Args:
+        world: this process among the others.
+        num_stages: P that the script asks for.
+        num_layers: layers of the whole model.
+        pipelines: D that the script asks for; None for as many as the workers make.
+        built: whether stock DeepSpeed has built the stage of this worker's rank already.
+
+    Returns:
+        The plan, and the specification that the cluster agreed on (None in a fixed job).
+
+    Raises:
+        InfeasiblePlanError: a fixed number of workers does not make whole pipelines.
+        RefusedError: the cluster's job is another one.
+        SystemExit: the job is over and this worker was never needed.
+    """
+    if world.member is None:
+        return static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines), None
+    spec = _spec(world, num_stages=num_stages, num_layers=num_layers, pipelines=pipelines)
+    if built:
+        spec = replace(spec, launched=_plan_of_ranks(world, num_stages=num_stages, pipelines=pipelines))
+    return world.member.take_seat(spec), spec
+
+
+def refuse_late_settings(spec: JobSpec, block: BambooConfig) -> None:
+    """Refuse a config that would have changed the plan, had it been known when the plan was made.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for name in ("min_stages", "redundancy"):
+        if getattr(spec, name) != getattr(block, name):
+            raise ConfigError(
+                f"bamboo.{name} = {getattr(block, name)!r}, but the plan was made for {getattr(spec, name)!r}: the "
+                "config was not known when the script made its module. Start it with `bamboo-ds run --config FILE`, "
+                "or with `--deepspeed_config FILE` among the script's arguments"
+            )
+
+
+def _spec(world: World, *, num_stages: int, num_layers: int, pipelines: int | None) -> JobSpec:
+    config = early_config()
+    block = bamboo_block(config or {}) or BambooConfig()
+    bounds = [bound for bound in (pipelines, block.pipelines, _micro_batches(config)) if bound is not None]
+    return JobSpec(
+        publisher=world.worker,
+        num_stages=num_stages,
+        num_layers=num_layers,
+        pipelines=min(bounds, default=None),
+        min_stages=block.min_stages,
+        redundancy=block.redundancy,
+    )
+
+
+def _micro_batches(config: dict[str, object] | None) -> int | None:
+    """Return M where it does not depend on D: no pipeline may be without work."""
+    if config is None or value_at(config, TRAIN) is None or value_at(config, MICRO) is None:
+        return None
+    return resolve_batch_sizes({**config, ACCUMULATION: None}, 1).micro_batches
+
+
+def _plan_of_ranks(world: World, *, num_stages: int, pipelines: int | None) -> Plan:
+    """Return the plan that stock DeepSpeed's ranks stand for, in worker ids."""
+    ranked = static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines)
+    ids = world.member.roster.workers if world.member is not None else range(world.size)
+    return Plan(owners=tuple(tuple(ids[rank] for rank in owners) for owners in ranked.owners))

@@ -1,0 +1,420 @@
+"""A network in a cluster: forms by etcd, notices a death at once, waits for the verdict, and hears it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.cli.bench.workers import values
+from bamboo_ds.comm import Address, Kind, Network, make_message
+from bamboo_ds.elastic import keys
+from bamboo_ds.errors import BambooError, PlanChangedError, StoreUnavailableError
+from bamboo_ds.plan import Plan, codec
+from bamboo_ds.plan.job import JobSpec
+from bamboo_ds.plan.membership import LinkReport
+from bamboo_ds.store import Store
+from tests.world.cluster import Pen, dead
+from tests.world.jobs import Job, await_keys
+
+IDS = (3, 4, 5, 6, 8, 10, 11, 12)
+PLAN = Plan(owners=((3, 5, 8, 11), (4, 6, 10, 12)))
+"""P = 4, D = 2."""
+ROW = Plan(owners=((3, 5, 8, 11),))
+PAIR = Plan(owners=((3, 5),))
+
+
+def join() -> Any:
+    from bamboo_ds.world import init_distributed
+
+    return init_distributed(20.0)
+
+
+def network(world: Any, plan: Plan, *, timeout_seconds: float = 20.0) -> Network:
+    """Make the network of a plan that this worker is seated in."""
+    return Network(
+        plan,
+        worker=world.worker,
+        backing=world.store,
+        instance=0,
+        reductions={f"stage-{stage}": frozenset({stage}) for stage in range(plan.num_stages)},
+        redundancy=True,
+        timeout_seconds=timeout_seconds,
+        check=lambda: world.member.check(plan),
+        source=world.member,
+        address=world.address,
+    )
+
+
+def take_seat(world: Any, stages: int) -> Plan:
+    return world.member.take_seat(JobSpec(publisher=world.worker, num_stages=stages, num_layers=8))
+
+
+def connect(plan: Plan, *, timeout_seconds: float = 20.0) -> tuple[Any, Network]:
+    """Join the cluster, take a seat and make the network of it."""
+    world = join()
+    return world, network(world, take_seat(world, plan.num_stages), timeout_seconds=timeout_seconds)
+
+
+def present(world: Any) -> None:
+    """Say that this worker is ready to be disturbed."""
+    world.member.store.put(f"pid/{world.worker}", str(os.getpid()).encode())
+
+
+def pids(store: Store, ids: tuple[int, ...]) -> dict[int, int]:
+    """Wait until all are ready, and return their process ids."""
+    await_keys(store, *(f"pid/{worker}" for worker in ids))
+    return {worker: int(store.get(f"pid/{worker}").value) for worker in ids}  # type: ignore[union-attr]
+
+
+def address(stage: int) -> Address:
+    return Address(kind=Kind.ACTIVATION, epoch=0, attempt=0, step=0, stage=stage, micro_batch=0)
+
+
+def a_message(stage: int) -> Any:
+    return make_message(address(stage), [torch.ones(3)], is_tuple=False, requires_grad=[False])
+
+
+def test_eight_workers_form_all_their_groups_in_a_moment(job: Job) -> None:
+    def script(worker: int) -> Any:
+        world = join()
+        plan = take_seat(world, 4)
+        began = time.monotonic()
+        links = network(world, plan)
+        seconds = time.monotonic() - began
+        total = torch.ones(2)
+        links.world.start_sum(total)()
+        sums = [name for name, group in links.reductions.items() if group is not None]
+        assert links.pipeline is not None
+        rows = links.pipeline.gather_bytes(str(worker).encode())
+        stage = plan.place(worker).stage
+        if stage < 3:
+            links.outbound[Kind.ACTIVATION, stage].send(a_message(stage + 1))
+        got = links.inbound[Kind.ACTIVATION, stage].receive(address(stage)).tensors[0].tolist() if stage else []
+        links.world.barrier()
+        groups = len(links._groups) + len(links.inbound) + len(links.outbound)
+        links.close()
+        return seconds, groups, (total.tolist(), sums, rows, got, links.pipeline_id)
+
+    results = values(job(script, IDS, coordinate=lambda pen: pen.plan(PLAN)))[:8]
+    print("groups", [result[1] for result in results], "formed in", [round(result[0], 3) for result in results])
+    assert max(result[0] for result in results) < 3  # alone on two cores it is a third of a second
+    for worker, (_, groups, found) in zip(IDS, results, strict=True):
+        place = PLAN.place(worker)
+        assert groups == 8
+        assert found == (
+            [8.0, 8.0],
+            [f"stage-{stage}" for stage in sorted({place.stage, (place.stage + 1) % 4})],
+            [str(owner).encode() for owner in sorted(PLAN.owners[place.pipeline])],
+            [1.0] * 3 if place.stage else [],
+            place.pipeline,
+        )
+
+
+# ---- who notices a death ---------------------------------------------------------------------------------------
+
+
+def reports(store: Store, *, count: int, within_seconds: float, since: float) -> dict[tuple[int, int], float]:
+    """Return who reports whom after how many seconds, until `count` reports are there or the time is over."""
+    found: dict[tuple[int, int], float] = {}
+    while len(found) < count and time.monotonic() - since < within_seconds:
+        for entry in store.list(keys.SUSPECTS).entries:
+            report = codec.decode(LinkReport, entry.value)
+            found.setdefault((report.reporter, report.suspect), time.monotonic() - since)
+        time.sleep(0.002)
+    return found
+
+
+@pytest.mark.parametrize("victim", ROW.owners[0])
+def test_both_neighbours_of_a_killed_worker_report_it_at_once_whatever_its_stage(job: Job, victim: int) -> None:
+    def script(worker: int) -> Any:
+        world, links = connect(ROW)
+        links.world.barrier()
+        present(world)
+        stage = ROW.place(worker).stage
+        try:
+            links.inbound[(Kind.ACTIVATION if stage else Kind.GRADIENT), stage].receive(address(stage))
+        except BambooError as error:
+            return type(error).__name__, str(error)
+        finally:
+            links.close()
+
+    def coordinate(pen: Pen) -> Any:
+        pen.plan(ROW)
+        processes = pids(pen.store, ROW.owners[0])
+        time.sleep(0.3)
+        since = time.monotonic()
+        os.kill(processes[victim], signal.SIGKILL)
+        found = reports(pen.store, count=2, within_seconds=5, since=since)
+        time.sleep(0.3)
+        later = reports(pen.store, count=99, within_seconds=time.monotonic() - since + 0.01, since=since)
+        pen.plan(dead(ROW, victim))
+        return {**later, **found}
+
+    results = job(script, ROW.owners[0], coordinate=coordinate)
+    found = values(results[-1:])[0]
+    print("reported after", {pair: round(seconds, 3) for pair, seconds in found.items()})
+    assert set(found) == {(other, victim) for other in ROW.neighbours(victim, redundancy=True)}
+    assert max(found.values()) < 0.5  # alone it is a few hundredths
+    for result, worker in zip(results, ROW.owners[0], strict=False):
+        if worker != victim:
+            assert result.value == ("PlanChangedError", "plan 0.0 was replaced by 0.1: it was killed")
+
+
+def test_a_worker_that_ends_in_order_is_not_reported(job: Job) -> None:
+    def script(worker: int) -> Any:
+        world, links = connect(ROW)
+        links.world.barrier()
+        present(world)
+        said = ""
+        if worker == 5:
+            try:
+                links.inbound[Kind.GRADIENT, 1].receive(address(1))
+            except BambooError as error:
+                said = str(error)
+        if worker != 8:
+            await_keys(world.member.store, "over")
+        links.close()
+        return said
+
+    def coordinate(pen: Pen) -> Any:
+        pen.plan(ROW)
+        pids(pen.store, ROW.owners[0])
+        time.sleep(1.0)
+        found = pen.store.list(keys.SUSPECTS).entries
+        pen.store.put("over", b"")
+        time.sleep(1.0)
+        return [entry.key for entry in (*found, *pen.store.list(keys.SUSPECTS).entries)]
+
+    told = "the link to worker 8 (stage 2 of pipeline 0) broke: it was closed there"
+    assert values(job(script, ROW.owners[0], coordinate=coordinate)) == ["", told, "", "", []]
+
+
+# ---- every kind of wait ends with the news ---------------------------------------------------------------------
+
+
+def waits_of(links: Network) -> dict[str, Callable[[], Any]]:
+    """Return every kind of wait of worker 3 on worker 5."""
+    group, pipeline = links.reductions["stage-0"], links.pipeline
+    assert group is not None
+    assert pipeline is not None
+    return {
+        "receive": lambda: links.inbound[Kind.GRADIENT, 0].receive(address(0)),
+        "sum": lambda: group.start_sum(torch.ones(3))(),
+        "gather": lambda: links.world.gather_bytes(b"x"),
+        "broadcast": lambda: pipeline.broadcast(torch.ones(3), source=5),
+    }
+
+
+@pytest.mark.parametrize("news", ["plan", "failure", "eviction"])
+@pytest.mark.parametrize("kind", ["receive", "sum", "gather", "broadcast"])
+def test_news_ends_every_kind_of_wait_on_a_hung_peer(job: Job, kind: str, news: str) -> None:
+    def script(worker: int) -> Any:
+        world, links = connect(PAIR)
+        links.world.barrier()
+        present(world)
+        if worker == 5:
+            await_keys(world.member.store, "over")
+            links.close()
+            return None
+        try:
+            waits_of(links)[kind]()
+            return "it did not raise", 0.0
+        except BambooError as error:
+            heard, found = time.time(), type(error).__name__
+        world.member.store.put("over", b"")
+        decided = float(world.member.store.get("decided").value)
+        links.close()
+        return found, heard - decided
+
+    def coordinate(pen: Pen) -> None:
+        pen.plan(PAIR)
+        pids(pen.store, PAIR.owners[0])
+        time.sleep(0.1)
+        pen.store.put("decided", str(time.time()).encode())
+        pen.fail() if news == "failure" else pen.plan(dead(PAIR, 3 if news == "eviction" else 5))
+
+    found, seconds = values(job(script, PAIR.owners[0], coordinate=coordinate))[0]
+    print(f"{kind} ended {1000 * seconds:.0f} ms after the {news}")
+    assert found == {"plan": "PlanChangedError", "failure": "PeerLostError", "eviction": "EvictedError"}[news]
+    assert seconds < 0.2
+
+
+def test_a_sum_that_news_has_interrupted_may_be_waited_for_again(job: Job) -> None:
+    """The news was of others: this group goes on as it is."""
+
+    def script(worker: int) -> Any:
+        world, links = connect(PAIR)
+        group, total = links.reductions["stage-0"], torch.ones(3)
+        assert group is not None
+        present(world)
+        if worker == 5:
+            await_keys(world.member.store, "heard")
+        interrupted = False
+        try:
+            wait = group.start_sum(total)
+            wait()
+        except PlanChangedError:
+            interrupted = True
+            world.member.store.put("heard", b"")
+            links._waits.check = lambda: None  # this worker goes on under the newer plan
+            wait()
+        links._waits.check = lambda: None
+        links.world.barrier()
+        links.close()
+        return interrupted, total.tolist()
+
+    def coordinate(pen: Pen) -> None:
+        pen.plan(PAIR)
+        pids(pen.store, PAIR.owners[0])
+        pen.plan(Plan(owners=PAIR.owners, version=1, cause="somewhere else"))
+
+    first, second = values(job(script, PAIR.owners[0], coordinate=coordinate))[:2]
+    assert first == (True, [2.0] * 3)
+    assert second[1] == [2.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["receive", "sum", "gather", "broadcast", "send"])
+@pytest.mark.parametrize("judged", [True, False])
+def test_who_meets_a_broken_link_waits_for_the_verdict(job: Job, kind: str, judged: bool) -> None:
+    def script(worker: int) -> Any:
+        world, links = connect(PAIR, timeout_seconds=20.0 if judged else 1.0)
+        links.world.barrier()
+        present(world)
+        if worker == 5:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            while kind == "send":
+                links.outbound[Kind.ACTIVATION, 0].send(a_message(1))
+                time.sleep(0.01)
+            waits_of(links)[kind]()
+            return "it did not raise", "", 0.0
+        except BambooError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+
+    def coordinate(pen: Pen) -> None:
+        pen.plan(PAIR)
+        while not pen.store.list(keys.SUSPECTS).entries:
+            time.sleep(0.005)
+        time.sleep(0.5)
+        if judged:
+            pen.plan(dead(PAIR, 5))
+
+    found, message, seconds = job(script, PAIR.owners[0], coordinate=coordinate)[0].value
+    assert found == ("PlanChangedError" if judged else "PeerLostError"), message
+    assert ("was replaced by 0.1" if judged else "broke") in message
+    assert 0.5 < seconds < 4
+
+
+# ---- forming ---------------------------------------------------------------------------------------------------
+
+
+def await_version(world: Any, version: int) -> Plan:
+    """Return a plan of at least this version."""
+    while True:
+        try:
+            if (plan := world.member.current()).version >= version:
+                return plan
+        except BambooError:
+            pass
+        time.sleep(0.001)
+
+
+def test_a_construction_that_news_has_interrupted_is_tried_again_in_the_same_process(job: Job) -> None:
+    """Twenty times: worker 8 comes too late each time, and all meet under the next plan. Then they end in order."""
+    rounds = 20
+
+    def script(worker: int) -> Any:
+        world = join()
+        interrupted = 0
+        for version in range(0, 2 * rounds, 2):
+            if worker != 8:
+                try:
+                    network(world, await_version(world, version))
+                except PlanChangedError:
+                    interrupted += 1
+            links = network(world, await_version(world, version + 1))
+            total = torch.ones(1)
+            links.world.start_sum(total)()
+            assert total.item() == 3
+            links.world.barrier()
+            links.close()
+            world.member.store.put(f"done/{version}/{worker}", b"")
+        return interrupted
+
+    def coordinate(pen: Pen) -> None:
+        for version in range(0, 2 * rounds, 2):
+            pen.plan(Plan(owners=((3, 5, 8),), version=version))
+            time.sleep(0.02 + 0.002 * version)
+            pen.plan(Plan(owners=((3, 5, 8),), version=version + 1))
+            await_keys(pen.store, *(f"done/{version}/{worker}" for worker in (3, 5, 8)))
+
+    results = job(script, (3, 5, 8), coordinate=coordinate, exit_naturally=True, timeout_seconds=100)
+    assert values(results)[:2] == [rounds, rounds]
+    assert [result.exit_code for result in results] == [0] * 4
+
+
+def test_a_peer_that_hangs_while_a_group_forms_holds_nobody_up_after_the_news(job: Job) -> None:
+    """Worker 5 writes its address and hangs before it connects: gloo alone would wait for the time-out."""
+
+    def script(worker: int) -> Any:
+        from bamboo_ds.world.rendezvous import RendezvousStore
+
+        take = RendezvousStore.get
+
+        def hang(self: Any, key: str) -> bytes:
+            self._backing.set("hangs", b"")
+            time.sleep(3.0)
+            return take(self, key)
+
+        if worker == 5:
+            RendezvousStore.get = hang  # type: ignore[method-assign]
+        try:
+            connect(PAIR)
+            return "it did not raise", 0.0
+        except BambooError as error:
+            return type(error).__name__, time.time()
+
+    def coordinate(pen: Pen) -> float:
+        pen.plan(PAIR)
+        await_keys(pen.store, f"{keys.rendezvous((0, 0), 'engine-0')}hangs")
+        time.sleep(0.3)
+        decided = time.time()
+        pen.plan(dead(PAIR, 5))
+        return decided
+
+    results = values(job(script, PAIR.owners[0], coordinate=coordinate, exit_naturally=True))
+    kind, heard = results[0]
+    print(f"construction ended {1000 * (heard - results[2]):.0f} ms after the plan")
+    assert kind == "PlanChangedError"
+    assert heard - results[2] < 0.6
+
+
+def test_a_group_forms_through_an_outage_of_the_store(job: Job) -> None:
+    """A write that the store did not answer is made again."""
+
+    def script(worker: int) -> Any:
+        world = join()
+        put, failures = world.member.store.put, [3]
+
+        def failing(*arguments: Any, **options: Any) -> int:
+            if failures[0] and threading.current_thread().name == "bamboo-group":
+                failures[0] -= 1
+                raise StoreUnavailableError("no answer")
+            return put(*arguments, **options)
+
+        world.member.store.put = failing
+        links = network(world, take_seat(world, 2))
+        links.world.barrier()
+        links.close()
+        return failures[0]
+
+    assert values(job(script, PAIR.owners[0], coordinate=lambda pen: pen.plan(PAIR)))[:2] == [0, 0]
