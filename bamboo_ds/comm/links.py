@@ -1,9 +1,10 @@
 """Links: one directed edge between two workers, for activations (stage s to s+1) or gradients (s+1 to s).
 
 Sends never block the schedule: the bytes leave in the background, and what was sent stays referenced until the step
-commits (the *journal*), from which it can be sent again to whoever takes the receiver's place. A receiver thread per inbound link feeds a queue, so a transfer overlaps the computation, and
-the engine's wait for a message can end when the plan changes: it abandons link and thread. Tensors travel through
-host memory; on an accelerator they are staged there, where the journal wants them anyway.
+commits (the *journal*), from which it can be sent again to whoever takes the receiver's place. A receiver thread per
+inbound link feeds a queue, so a transfer overlaps the computation, and the engine's wait for a message can end when the
+plan changes: it abandons link and thread. Tensors travel through host memory; on an accelerator they are staged there,
+where the journal wants them anyway.
 
 A sender that ends in order says goodbye, so its receiver can tell that from a broken link, which it reports at once.
 """

@@ -192,7 +192,7 @@ class FailoverBench:
             nodes=workers if apart else 1,
             workers=1 if apart else workers,
             job=f"failover-{self._jobs}",
-            etcd=self._etcd,
+            etcd=None if apart else self._etcd,  # a network of the nodes' own needs a server that is in it
             ttl_seconds=TTL_SECONDS,
             log_folder=folder / "logs",
             echo=False,
