@@ -15,18 +15,14 @@ Only folders of a launcher that was killed stay; the next one sweeps them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,70 +30,24 @@ from typing_extensions import Self
 
 from bamboo_ds.cli.bench.workers import warm_up
 from bamboo_ds.cli.local_agent import RESULTS, Gate, be_agent, run_and_keep, run_script
+from bamboo_ds.cli.local_folder import locked_folder, sweep_abandoned_folders
+from bamboo_ds.cli.local_node import POLL_SECONDS, LocalNode, await_agents, kill_nodes, sweep_nodes
 from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.elastic import forking
 from bamboo_ds.elastic.agent import FAILED, FINISHED
 from bamboo_ds.elastic.agent_settings import AgentSettings
 from bamboo_ds.elastic.namespaces import Network
 from bamboo_ds.elastic.preemption import How, break_node
-from bamboo_ds.elastic.processes import NodeProcesses, members, node_processes, process, send
+from bamboo_ds.elastic.processes import NodeProcesses, node_processes, send
 from bamboo_ds.elastic.spawner import Program, Script
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 __all__ = ["LocalCluster"]
 
-_FOLDER_PREFIX = "bamboo-local-"
-_LOCK = "lock"
-_SWEEP_AFTER_SECONDS = 60.0  # a younger folder without a lock may belong to a launcher that is just starting
-_POLL_SECONDS = 0.01
 _LATE_SECONDS = 20.0  # in which the other agents end once the first has seen the end of the job
 _LEAVE_SECONDS = 5.0  # in which agents that were told to leave end
-_SWEPT_SECONDS = 3.0  # in which what a killed agent leaves is ended by its spawner
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(slots=True)
-class _LocalNode:
-    """A node, as its launcher knows it."""
-
-    name: str
-    index: int
-    settings: AgentSettings
-    pid: int = 0
-    code: int | None = None
-    """Of its agent; negative for the signal that ended it."""
-    fault: How | None = None
-    """How it was broken from outside. What its agent says in the end no longer counts."""
-
-    @property
-    def running(self) -> bool:
-        """Whether its agent has not ended."""
-        return self.code is None
-
-    @property
-    def idle(self) -> bool:
-        """Whether it runs but will do nothing: it is stopped or cut off."""
-        if self.fault in ("stop", "cut"):
-            return True
-        found = process(self.pid)
-        return found is not None and found.state == "T"
-
-    def reap(self) -> bool:
-        """Return whether its agent has ended."""
-        if self.code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.code = os.waitstatus_to_exitcode(status)
-        return self.code is not None
-
-    def sessions(self) -> list[int]:
-        """Return the sessions of its spawner and workers, whatever has become of its agent."""
-        try:
-            lines = (self.settings.pid_file or Path()).read_text(encoding="utf-8").split()
-        except OSError:
-            return []
-        return [int(line) for line in lines]
 
 
 class LocalCluster:
@@ -165,9 +115,10 @@ class LocalCluster:
             "environment": dict(environment or {}),
         }
         self._nodes = {f"n{index}": index for index in range(nodes)}
-        self._running: dict[str, _LocalNode] = {}
+        self._running: dict[str, LocalNode] = {}
         self._network: Network | None = None
         self._server: EmbeddedEtcd | None = None
+        self._folder: Path | None = None
         self._results: dict[int, Any] = {}
         self._ending = contextlib.ExitStack()
 
@@ -188,7 +139,7 @@ class LocalCluster:
 
     def _start(self) -> None:
         sweep_abandoned_folders()
-        self._folder = self._ending.enter_context(_locked_folder())
+        folder = self._folder = self._ending.enter_context(locked_folder())
         self._ending.enter_context(_signals_raise())
         if self._namespaces:
             self._network = Network()
@@ -198,8 +149,8 @@ class LocalCluster:
             _import_heavy(warm=self._warm)
             starting.result()
         for name, index in self._nodes.items():
-            self._running[name] = _LocalNode(name, index, self._settings(name, index))
-        self._fork_all()
+            self._running[name] = LocalNode(name, index, self._settings(name, index, folder))
+        self._fork_all(folder)
 
     def _start_etcd(self) -> None:
         if self._etcd is not None:
@@ -209,28 +160,28 @@ class LocalCluster:
         self._server.start()
         self._etcd = EtcdConfig(endpoints=(self._server.endpoint,))
 
-    def _settings(self, name: str, index: int) -> AgentSettings:
-        home = self._folder / name
+    def _settings(self, name: str, index: int, folder: Path) -> AgentSettings:
+        home = folder / name
         (home / "tmp").mkdir(parents=True)
         address = self._network.node_address(index) if self._network else _loopback(index)
         return AgentSettings(
             etcd=self.etcd,
             node=name,
             zone=self._zones[index % len(self._zones)],
-            program=self._prepared(),
+            program=self._prepared(folder),
             address=address,
-            log_folder=(self._log_folder or self._folder / "logs") / name,
+            log_folder=(self._log_folder or folder / "logs") / name,
             metrics_port=self._metrics_port + index if self._metrics_port else self._metrics_port,
             pid_file=home / "pids",
             **self._common,  # type: ignore[arg-type]
         )
 
-    def _prepared(self) -> Program:
+    def _prepared(self, folder: Path) -> Program:
         if isinstance(self._program, Script):
             return functools.partial(run_script, self._program) if self._warm else self._program
-        return functools.partial(run_and_keep, self._program, self._folder)
+        return functools.partial(run_and_keep, self._program, folder)
 
-    def _fork_all(self) -> None:
+    def _fork_all(self, folder: Path) -> None:
         """Fork the agents; those with a network of their own wait until all have a link."""
         gates = {name: Gate() for name in self._running} if self._network else {}
         for name, node in self._running.items():
@@ -238,7 +189,7 @@ class LocalCluster:
                 be_agent,
                 node.settings,
                 launcher=os.getpid(),
-                temporary_folder=self._folder / name / "tmp",
+                temporary_folder=folder / name / "tmp",
                 gate=gates.get(name),
             )
             node.pid = forking.fork(child)
@@ -255,33 +206,16 @@ class LocalCluster:
 
     def end(self) -> None:
         """End everything; may be called again."""
-        running = [node for node in self._running.values() if not node.reap()]
+        nodes = list(self._running.values())
+        running = [node for node in nodes if not node.reap()]
         idle = [node for node in running if node.idle]
         send([node.pid for node in running if node not in idle], signal.SIGTERM)
-        self._kill(idle)
-        self._await(running, time.monotonic() + _LEAVE_SECONDS)
-        self._kill([node for node in running if node.running])
-        self._sweep()
+        kill_nodes(idle)
+        await_agents(running, timeout_seconds=_LEAVE_SECONDS)
+        kill_nodes([node for node in running if not node.reap()])
+        sweep_nodes(nodes)
         self._results = self.results()
         self._ending.close()
-
-    def _kill(self, nodes: Sequence[_LocalNode]) -> None:
-        for node in nodes:
-            send(node_processes(node.pid).everything, signal.SIGKILL)
-        self._await(nodes, time.monotonic() + _SWEPT_SECONDS)
-
-    def _await(self, nodes: Sequence[_LocalNode], deadline: float) -> None:
-        while [node for node in nodes if not node.reap()] and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-
-    def _sweep(self) -> None:
-        """Wait for the end of what killed agents have left, which their spawners see to; then see to it."""
-        sessions = [session for node in self._running.values() for session in node.sessions()]
-        deadline = time.monotonic() + _SWEPT_SECONDS
-        while (rest := members(sessions)) and time.monotonic() < 2 * _SWEPT_SECONDS + deadline:
-            if time.monotonic() > deadline:
-                send(rest, signal.SIGKILL)
-            time.sleep(_POLL_SECONDS)
 
     # ---- what it can tell --------------------------------------------------------------------------------------
 
@@ -329,9 +263,8 @@ class LocalCluster:
     def results(self) -> dict[int, Any]:
         """Return what the callable program returned, by worker id, for the workers that have returned."""
         found = dict(self._results)
-        if hasattr(self, "_folder"):
-            for path in self._folder.glob(RESULTS):
-                found[int(path.stem.removeprefix("result-"))] = pickle.loads(path.read_bytes())
+        for path in self._folder.glob(RESULTS) if self._folder is not None else ():
+            found[int(path.stem.removeprefix("result-"))] = pickle.loads(path.read_bytes())
         return found
 
     # ---- faults ------------------------------------------------------------------------------------------------
@@ -369,7 +302,7 @@ class LocalCluster:
         send([workers[index]], signal.SIGKILL)
         return at
 
-    def _node(self, name: str) -> _LocalNode:
+    def _node(self, name: str) -> LocalNode:
         if name not in self._running:
             raise ConfigError(f"no node {name} runs here; there are {', '.join(self._running) or 'none'}")
         return self._running[name]
@@ -394,11 +327,11 @@ class LocalCluster:
             if (over_at is not None and now > over_at + _LATE_SECONDS) or (
                 someone_gone and all(node.idle for node in waiting)
             ):
-                self._kill(waiting)
+                kill_nodes(waiting)
                 break
             if deadline is not None and now > deadline:
                 raise TimeoutError(f"the job is not over after {timeout_seconds:g} s; {len(waiting)} nodes run")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return self._code()
 
     def _verdicts(self) -> list[bool]:
@@ -422,38 +355,6 @@ def _import_heavy(*, warm: bool) -> None:
 def _loopback(index: int) -> str:
     """Return an address of this machine that no other node has: all of 127/8 is its."""
     return f"127.0.{index // 250}.{index % 250 + 1}"
-
-
-@contextlib.contextmanager
-def _locked_folder() -> Iterator[Path]:
-    """Give a temporary folder with a lock that all processes forked from this one hold, too."""
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-    try:
-        with (folder / _LOCK).open("w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def sweep_abandoned_folders() -> None:
-    """Remove the folders of launchers that were killed: those that nobody holds locked."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            stat = folder.stat()
-            if stat.st_uid == os.getuid() and _abandoned(folder, age=time.time() - stat.st_mtime):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _abandoned(folder: Path, *, age: float) -> bool:
-    try:
-        with (folder / _LOCK).open("r+", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return age > _SWEEP_AFTER_SECONDS
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -142,6 +142,13 @@ class Network:
         found = [told for edge, told in self._told.items() if (edge.kind, edge.source) == (Kind.ACTIVATION, stage)]
         return sum(told.count for told in found if (told.step, told.attempt) == (step, 0))
 
+    def sent(self, kind: Kind, stage: int) -> list[Message]:
+        """Return what this worker has sent from a stage in this step, also through a link that is gone."""
+        if (kind, stage) in self.outbound:
+            return self.outbound[kind, stage].journal()
+        kept = [messages for edge, messages in self._journals.items() if (edge.kind, edge.source) == (kind, stage)]
+        return kept[0] if kept else []
+
     def forget(self) -> None:
         """Drop the journals: the step has committed, so all links and groups of this plan are whole."""
         self.drop_journals()
@@ -236,6 +243,7 @@ class Network:
         if edge not in self._ends or (self._ends[edge] == self._wanted(edge) and edge in self._settled):
             return
         ends = self._ends.pop(edge)
+        self._settled.discard(edge)
         if ends[0] == self._source.worker:
             outbound = self.outbound.pop((edge.kind, edge.source))
             self._journals[edge] = outbound.journal()
@@ -293,6 +301,7 @@ class Network:
             now = self.plan.seats(self._stages[name], redundancy=self._redundancy)
             if seats != now or name not in self._settled:
                 del self._reductions[name]
+                self._settled.discard(name)
                 group.close()
         for others in self._groups.values():
             others.close()

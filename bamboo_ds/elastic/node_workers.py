@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bamboo_ds.clock import Clock
 from bamboo_ds.elastic.processes import send
-from bamboo_ds.elastic.spawner import Change, Report, Spawner, sweep
+from bamboo_ds.elastic.spawner import Change, Report, Spawner, SpawnerLostError, sweep
 from bamboo_ds.elastic.worker_exits import WorkerExit
 from bamboo_ds.elastic.worker_logs import WorkerLogs
 
@@ -18,6 +18,7 @@ __all__ = ["NodeWorkers", "worker_environment"]
 
 _LONGEST_GAP_SECONDS = 1.0  # between two looks; after a longer one we were stopped ourselves
 _LOG_SECONDS = 1.0
+_UNHEARD_SECONDS = 3.0  # after SIGKILL; so long nothing takes, unless the spawner is stopped
 _FOREIGN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of another launcher that started the agent; they tell nothing of its workers."""
 
@@ -28,6 +29,7 @@ class _Running:
     stopped_at: float = math.inf
     term_at: float = math.inf
     kill_at: float = math.inf
+    killed_at: float = math.inf
     reason: str = ""
 
 
@@ -105,10 +107,14 @@ class NodeWorkers:
         """Do what is due, and return how many seconds there are until something is.
 
         Raises:
-            SpawnerLostError: the spawner is gone.
+            SpawnerLostError: the spawner is gone, or it does not do as it is told.
         """
         now = self._clock.now()
         self._excuse_own_sleep(now)
+        if any(now > running.killed_at + _UNHEARD_SECONDS for running in self._running.values()):
+            raise SpawnerLostError(
+                f"process {self._spawner.pid}, which starts the workers of this node, does not answer"
+            )
         for worker, running in self._running.items():
             if now >= running.stopped_at + self._stopped_seconds:
                 running.reason = running.reason or f"it had been stopped for {self._stopped_seconds:g} s"
@@ -117,7 +123,7 @@ class NodeWorkers:
                 running.term_at = math.inf
                 self._spawner.signal(worker, signal.SIGTERM)
             if now >= running.kill_at:
-                running.kill_at = math.inf
+                running.kill_at, running.killed_at = math.inf, min(running.killed_at, now)
                 self._spawner.signal(worker, signal.SIGKILL)
         return min((self._due(running) for running in self._running.values()), default=math.inf) - now
 

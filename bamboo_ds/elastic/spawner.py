@@ -303,11 +303,14 @@ class _Spawner:
 
 
 def sweep(sessions: list[int]) -> None:
-    """End the sessions of workers that are gone: SIGTERM, and SIGKILL to what is left after a second."""
-    deadline = time.monotonic() + _SWEEP_GRACE_SECONDS
+    """End the sessions of workers that are gone: SIGTERM, and SIGKILL to what is left after a second.
+
+    What cannot be killed even so, as it waits for a device, is left to itself.
+    """
+    begin = time.monotonic()
     send(members(sessions), signal.SIGTERM)
-    while rest := members(sessions):
-        if time.monotonic() >= deadline:
+    while (rest := members(sessions)) and time.monotonic() < begin + _END_SECONDS:
+        if time.monotonic() >= begin + _SWEEP_GRACE_SECONDS:
             send(rest, signal.SIGKILL)
         time.sleep(_SWEEP_POLL_SECONDS)
 

@@ -191,10 +191,8 @@ class Failover(Execution):
 
         In a pipeline of two stages whose first is lost, the receiver is this worker itself.
         """
-        if self.stage_id == 0:
-            return {}
-        journal = self.network.outbound[Kind.GRADIENT, self.stage_id].journal()
-        return {message.header.address.micro_batch: message.tensors for message in journal}
+        sent = self.network.sent(Kind.GRADIENT, self.stage_id)
+        return {message.header.address.micro_batch: message.tensors for message in sent}
 
     def _take_over(self, changed: list[Takeover]) -> int | None:
         """Become the owner of a lost stage, if this worker is its shadow; return the stage."""

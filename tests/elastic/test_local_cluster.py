@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bamboo_ds.cli import local
+from bamboo_ds.cli import local_folder
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.elastic import keys
 from bamboo_ds.elastic.member import Member
@@ -275,7 +275,7 @@ def test_a_killed_worker_is_a_loss(flag: Path, number: signal.Signals) -> None:
             os.kill(running.processes(victim).workers[0], number)
         after = await_plan(running, version=1)
         assert after.dead == {plan.owners[1][0]}
-        assert "its agent saw worker" in after.cause
+        assert f"worker {plan.owners[1][0]} of node {victim} was ended by {number.name}" in after.cause
         record = json.loads(Look.at(running).get(keys.ended(plan.owners[1][0])) or b"{}")
         assert record["signal"] == number.name
         node = Look.at(running).get(keys.node(victim))
@@ -380,6 +380,20 @@ def test_an_evicted_worker_that_hangs_is_killed(flag: Path) -> None:
         assert running.codes[node] == 3
 
 
+def test_a_spawner_that_is_stopped_does_not_hold_up_the_end(flag: Path) -> None:
+    with cluster(Train(flag, stages=2), nodes=4) as running:
+        plan = await_plan(running)
+        victim = node_of(running, plan.owners[0][1])
+        processes = running.processes(victim)
+        assert processes.spawner is not None
+        os.kill(processes.spawner, signal.SIGSTOP)
+        running.kill(victim, "term")
+        eventually(lambda: not alive(processes.everything), within_seconds=15, what="the node ends")
+        eventually(lambda: running.codes[victim] == 3, within_seconds=2, what="its agent has ended")
+        flag.touch()
+        assert running.wait(20) == 0
+
+
 def test_when_no_node_is_left_the_job_has_failed(flag: Path) -> None:
     with cluster(Train(flag, stages=2), nodes=2) as running:
         await_plan(running)
@@ -399,7 +413,7 @@ def test_a_node_breaks_when_the_board_says_so(flag: Path, how: str, code: int) -
         processes = running.processes(victim).everything
         Look.at(running).put(keys.preempt(victim), how.encode())
         eventually(lambda: not alive(processes), within_seconds=8, what="all of it ends")
-        assert running.codes[victim] == code
+        eventually(lambda: running.codes[victim] == code, within_seconds=3, what="its agent has ended")
         assert Look.at(running).get(keys.preempt(victim)) is None
         assert [event["how"] for event in Look.at(running).events("preempt")] == [how]
         await_plan(running, version=1)
@@ -465,11 +479,11 @@ def test_a_restart_of_etcd_evicts_nobody(flag: Path) -> None:
         plan = await_plan(running)
         server = running.server
         assert server is not None
-        for pause in (0.5, TTL_SECONDS * 2):
+        for pause in (0.2, TTL_SECONDS + 1):
             server.kill()
             time.sleep(pause)
             server.start()
-            time.sleep(TTL_SECONDS * 2)
+            time.sleep(TTL_SECONDS + 1)
         after = Look.at(running).plan()
         assert after is not None
         assert after.number == plan.number
@@ -564,14 +578,14 @@ def test_what_a_killed_launcher_leaves_is_swept_by_the_next(flag: Path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(flag.parent))
     with launcher(flag) as (process, pids):
         (used,) = flag.parent.glob("bamboo-local-*")
-        local.sweep_abandoned_folders()
+        local_folder.sweep_abandoned_folders()
         assert used.exists()
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         eventually(lambda: not alive(pids), within_seconds=10, what="everything ends")
     young = flag.parent / "bamboo-local-young"
     young.mkdir()
-    local.sweep_abandoned_folders()
+    local_folder.sweep_abandoned_folders()
     assert list(flag.parent.glob("bamboo-local-*")) == [young]
 
 
