@@ -30,10 +30,10 @@ from bamboo_ds.engine.commit import Committer, ExchangeCommitter, StoreCommitter
 from bamboo_ds.engine.gradients import reductions_of
 from bamboo_ds.errors import ConfigError, InfeasiblePlanError, UnsupportedFeatureError
 from bamboo_ds.module import BambooPipelineModule, adopt
-from bamboo_ds.module.seat import refuse_late_settings
+from bamboo_ds.module.seat import check_shape, launched_spec, refuse_late_settings
 from bamboo_ds.plan import PlanSource, StaticPlanSource
 from bamboo_ds.plan.job import JobSettings
-from bamboo_ds.world import Guard, World, init_distributed, world_of_one
+from bamboo_ds.world import Guard, World, host_agent, init_distributed, shared_settings, world_of_one
 
 _stock_initialize = deepspeed.initialize
 _instances = itertools.count()
@@ -135,6 +135,7 @@ def _engine(
     if plan.num_stages < block.min_stages:
         raise InfeasiblePlanError(f"num_stages = {plan.num_stages} is below bamboo.min_stages = {block.min_stages}")
     sizes, instance = resolve_batch_sizes(config, plan.num_pipelines), next(_instances)
+    world = _hosting(model, config, block, world, instance)
     source: PlanSource = world.member or StaticPlanSource(plan, worker=world.worker)
     failures = world.failures(source.current, scope=f"engine-{instance}", timeout_seconds=block.timeout_seconds)
     opened = ExitStack()
@@ -169,6 +170,21 @@ def _engine(
         )  # fmt: skip
 
 
+def _hosting(
+    model: BambooPipelineModule, config: dict[str, Any], block: BambooConfig, world: World, instance: int
+) -> World:
+    """Let the workers of a stock launcher host their agents, once a process, if the config says where etcd is."""
+    if world.member is None:
+        spec = launched_spec(world, model.plan, block, num_layers=len(model._layer_specs))
+        shape = {name: str(getattr(spec, name)) for name in ("num_stages", "num_layers", "pipelines")}
+        settings = {**shared_settings(flat_settings(config)), **shape}
+        world = host_agent(world, block=block, settings=settings, spec=spec, engine=instance)
+    if world.spec is not None and model.spec is None:
+        check_shape(world.spec, model.plan)
+        model.spec = world.spec
+    return world
+
+
 def _agree_on_settings(
     model: BambooPipelineModule, config: dict[str, Any], block: BambooConfig, world: World, instance: int
 ) -> None:
@@ -177,7 +193,7 @@ def _agree_on_settings(
         return
     if model.spec is not None:
         refuse_late_settings(model.spec, block)
-    world.member.check_settings(instance, JobSettings(world.worker, flat_settings(config)))
+    world.member.check_settings(instance, JobSettings(world.worker, shared_settings(flat_settings(config))))
 
 
 def _committer(network: Network, world: World, instance: int) -> Committer:

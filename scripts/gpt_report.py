@@ -1,14 +1,14 @@
-"""What the main job shows of itself: loss curves, progress, the plot."""
+"""What the main job and the demo show of themselves: loss curves, progress, plots."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 SUMMARY_STEPS = 5
 """Steps whose mean loss is the first and the last loss of the summary."""
@@ -52,23 +52,29 @@ class Curves:
             "samples_per_second": round(self.samples_per_second(steps=len(self.seconds)), 2),
         }
 
+    def write(self, path: Path) -> None:
+        """Write the losses to a file, whole or not at all. JSON keeps every bit of a float."""
+        fields = {
+            "first_step": self.first_step,
+            "batch_size": self.batch_size,
+            "training": self.training,
+            "validation": self.validation,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.draft")
+        draft.write_text(json.dumps(fields) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Curves:
+        """Return the losses that a file holds; how long the steps took does not stand there."""
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        validation = {int(step): loss for step, loss in fields.pop("validation").items()}
+        return cls(**fields, validation=validation)
+
 
 def _mean(values: Sequence[float]) -> float | None:
     return round(statistics.fmean(values), 4) if values else None
-
-
-class Progress(Protocol):
-    """Shows how far the run is."""
-
-    def show(self, step: int, curves: Curves) -> None:
-        """Show that a step is done; its figures stand last in the curves."""
-
-
-class Silence:
-    """The progress of the workers that do not report."""
-
-    def show(self, step: int, curves: Curves) -> None:
-        """Show nothing."""
 
 
 class Lines:
@@ -91,9 +97,9 @@ class Lines:
 
 
 class Bar:
-    """A progress bar on the terminal behind stderr."""
+    """A progress bar on the terminal behind stderr, drawn from now on."""
 
-    def __init__(self, *, steps: int, first_step: int) -> None:
+    def __init__(self, *, steps: int, done: int) -> None:
         from rich import progress
         from rich.console import Console
 
@@ -106,36 +112,71 @@ class Bar:
         )
         self._bar = progress.Progress(*columns, console=Console(stderr=True))
         fields: dict[str, Any] = {"loss": "-", "validation": "-", "rate": "-"}
-        self._task = self._bar.add_task("training", total=steps, completed=first_step - 1, **fields)
-
-    def __enter__(self) -> Bar:
-        """Start drawing."""
+        self._task = self._bar.add_task("training", total=steps, completed=done, **fields)
         self._bar.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         """Leave the bar as it stands on the screen."""
         self._bar.stop()
 
     def show(self, step: int, curves: Curves) -> None:
         """Move the bar."""
         fields: dict[str, Any] = {"loss": f"{curves.training[-1]:.3f}", "rate": f"{curves.samples_per_second():.1f}"}
-        if step in curves.validation:
-            fields["validation"] = f"{curves.validation[step]:.3f}"
+        if curves.validation:
+            fields["validation"] = f"{list(curves.validation.values())[-1]:.3f}"
         self._bar.update(self._task, completed=step, **fields)
 
 
-def progress_for(*, steps: int, first_step: int, interval: int, reports: bool) -> AbstractContextManager[Progress]:
-    """Choose a bar on a terminal, lines elsewhere, silence on the workers that do not report."""
-    if not reports:
-        return nullcontext(Silence())
-    if sys.stderr.isatty():
-        return Bar(steps=steps, first_step=first_step)
-    return nullcontext(Lines(steps=steps, interval=interval))
+class Progress:
+    """Shows how far the run is: a bar on a terminal, lines elsewhere. Nothing appears before the first `show`.
+
+    So a worker that never reports shows nothing, and one that has to go on for another, which died, begins then.
+    """
+
+    def __init__(self, *, steps: int, interval: int) -> None:
+        self._steps, self._interval = steps, interval
+        self._shown: Bar | Lines | None = None
+
+    def __enter__(self) -> Progress:
+        """Show nothing yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave what is shown as it stands."""
+        if isinstance(self._shown, Bar):
+            self._shown.stop()
+
+    def show(self, step: int, curves: Curves) -> None:
+        """Show that a step is done; its figures stand last in the curves."""
+        if self._shown is None:
+            self._shown = self._begin(done=step - 1)
+        self._shown.show(step, curves)
+
+    def _begin(self, *, done: int) -> Bar | Lines:
+        if sys.stderr.isatty():
+            return Bar(steps=self._steps, done=done)
+        return Lines(steps=self._steps, interval=self._interval)
 
 
 def plot_losses(curves: Curves, *, title: str, path: Path) -> str | None:
     """Draw the losses into a PNG and return its path, or None (and say so) where matplotlib is not installed."""
+    return _plot(lambda axes: _draw_run(axes, curves), title=title, path=path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Something that happened in a step."""
+
+    step: int
+    text: str
+
+
+def plot_runs(undisturbed: Curves, disturbed: Curves, marks: Sequence[Mark], *, title: str, path: Path) -> str | None:
+    """Draw the losses of two runs, and what happened in the second, into a PNG; return as `plot_losses` does."""
+    return _plot(lambda axes: _draw_runs(axes, undisturbed, disturbed, marks), title=title, path=path)
+
+
+def _plot(draw: Callable[[Any], None], *, title: str, path: Path) -> str | None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -145,17 +186,38 @@ def plot_losses(curves: Curves, *, title: str, path: Path) -> str | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(figure.subplots(), curves, title=title)
-    figure.savefig(path, dpi=120)
-    return str(path)
-
-
-def _draw(axes: Any, curves: Curves, *, title: str) -> None:
-    steps = range(curves.first_step, curves.first_step + len(curves.training))
-    axes.plot(steps, curves.training, linewidth=1, color="tab:blue", label="training (each step)")
-    axes.plot(list(curves.validation), list(curves.validation.values()), "o-", color="tab:orange", label="validation")
+    axes = figure.subplots()
+    draw(axes)
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+    return str(path)
+
+
+def _draw_run(axes: Any, curves: Curves) -> None:
+    axes.plot(_steps(curves), curves.training, linewidth=1, color="tab:blue", label="training (each step)")
+    axes.plot(*_validation(curves), "o-", color="tab:orange", label="validation")
+
+
+def _draw_runs(axes: Any, undisturbed: Curves, disturbed: Curves, marks: Sequence[Mark]) -> None:
+    """Draw one run broad and pale, and the other on it: where they are equal, both are seen."""
+    axes.plot(_steps(undisturbed), undisturbed.training, linewidth=6, color="lightskyblue", label="undisturbed run")
+    axes.plot(_steps(disturbed), disturbed.training, linewidth=1, color="navy", label="run with two nodes killed")
+    axes.plot(*_validation(undisturbed), "o", markersize=10, color="navajowhite", label="validation, undisturbed")
+    axes.plot(*_validation(disturbed), "o", markersize=4, color="darkorange", label="validation, nodes killed")
+    for mark in marks:
+        axes.axvline(mark.step, linewidth=1, linestyle="--", color="firebrick")
+        place = {"xy": (mark.step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        text = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8, "color": "firebrick"}
+        axes.annotate(f"step {mark.step}: kill -9 of\n{mark.text}", **place, xytext=(-3, -6), **text)
+
+
+def _steps(curves: Curves) -> range:
+    return range(curves.first_step, curves.first_step + len(curves.training))
+
+
+def _validation(curves: Curves) -> tuple[list[int], list[float]]:
+    return list(curves.validation), list(curves.validation.values())

@@ -2,17 +2,23 @@
 
 Starts like any DeepSpeed script, with one process per worker::
 
+    bamboo-ds run --local-nodes 8 scripts/train_gpt.py --deepspeed_config ds_configs/gpt_tiny.json --stages 4
     torchrun --nproc-per-node 8 scripts/train_gpt.py --deepspeed_config ds_configs/gpt_tiny.json --stages 4
     deepspeed scripts/train_gpt.py --deepspeed_config ds_configs/gpt2_xl.json --stages 8
 
 The text is the standard library of the running Python, or any files (``--text``). Progress goes to stderr. Stdout
 holds one line, the JSON summary; to keep it so, stdout is handed to stderr before any library can print to it.
+
+Workers may die while it runs (``bamboo-ds run``). So all of them keep the curves, and whoever has rank 0 at a moment
+reports; and nothing is exchanged between workers but by the engine, which survives a loss in the middle of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -22,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gpt_report import Curves, plot_losses, progress_for
+from gpt_report import Curves, Progress, plot_losses
 
 if TYPE_CHECKING:  # the heavy imports happen in main, after the arguments are known to be right
     import torch
@@ -63,6 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt", default="\ndef ", help="start of the text that is generated at the end")
     add("--sample-bytes", type=int, default=160, help="bytes to generate at the end; 0 for none")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the loss plot")
+    add("--losses", type=Path, help="file for the losses of all steps, as JSON")
     add("--save", type=Path, help="folder to write a checkpoint to at the end")
     add("--load", type=Path, help="folder to read the latest checkpoint from at the start")
     return parser.parse_args(argv)
@@ -103,12 +110,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     sample = generate(engine, size, prompt=arguments.prompt, count=arguments.sample_bytes, seed=arguments.seed)
     if arguments.save:
         engine.save_checkpoint(str(arguments.save))
-    if engine.global_rank != 0:
+    if not reports():
         return None
+    if arguments.losses:
+        curves.write(arguments.losses)
     facts = describe(engine, size, text, config)
     plot = plot_losses(curves, title=plot_title(facts), path=arguments.out / "loss.png")
     tokens = round(curves.samples_per_second(steps=len(curves.seconds)) * size.sequence_length, 1)
     return {**curves.summary(), "tokens_per_second": tokens, **facts, "plot": plot, "sample": sample}
+
+
+def reports() -> bool:
+    """Say whether this worker reports: it has rank 0, now. Another has it when that one dies."""
+    import torch
+
+    return torch.distributed.get_rank() == 0
 
 
 def prepare_torch() -> None:
@@ -165,19 +181,15 @@ def build_model(size: GPTSize, arguments: argparse.Namespace) -> Any:
 def train(engine: Any, validation: ByteWindows, arguments: argparse.Namespace) -> Curves:
     """Train up to the step asked for; validate in between and at the end."""
     curves = Curves(first_step=engine.global_steps + 1, batch_size=engine.train_batch_size())
-    with progress_for(
-        steps=arguments.steps,
-        first_step=curves.first_step,
-        interval=arguments.log_interval,
-        reports=engine.global_rank == 0,
-    ) as progress:
+    with Progress(steps=arguments.steps, interval=arguments.log_interval) as progress:
         for step in range(curves.first_step, arguments.steps + 1):
             begin = time.monotonic()
             loss = float(engine.train_batch())
             curves.add(loss, seconds=time.monotonic() - begin)
             if step % arguments.eval_interval == 0 or step == arguments.steps:
                 curves.validation[step] = validate(engine, validation, batches=arguments.eval_batches)
-            progress.show(step, curves)
+            if reports():
+                progress.show(step, curves)
     return curves
 
 
@@ -206,35 +218,42 @@ def read_micro_batches(
 def generate(engine: Any, size: GPTSize, *, prompt: str, count: int, seed: int) -> str:
     """Continue a prompt, byte by byte, through the pipeline; every worker returns the same text.
 
-    Every byte is one forward through all stages. Pipeline 0's last stage draws the byte and tells everyone, as the
-    first stages need it for the next. The batch keeps the shape of training; its rows are copies of one another.
+    Every byte is one forward through all stages, and drawn where the last stage is; the first stages need it for the
+    next. The engine carries it there, as "loss" of an evaluation: that reaches every worker, whoever dies meanwhile,
+    which a collective of the script's own would not survive. The batch keeps the shape of training; its rows are
+    copies of one another, in all pipelines, so these draw alike.
     """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
     text = list(prompt.encode())
-    for _ in range(count):
-        context = text[-size.sequence_length :]
-        tokens = torch.zeros(engine.train_micro_batch_size_per_gpu(), size.sequence_length, dtype=torch.int64)
-        tokens[:, : len(context)] = torch.tensor(context)
-        _, logits = engine.eval_batch(
-            iter([(tokens, tokens)]), return_logits=True, compute_loss=False, reduce_output=None, num_micro_batches=1
-        )
-        text.append(agree_on_byte(engine, logits, position=len(context) - 1, generator=generator))
+    with drawing(engine):
+        for number in range(count):
+            context = text[-size.sequence_length :]
+            tokens = torch.zeros(engine.train_micro_batch_size_per_gpu(), size.sequence_length, dtype=torch.int64)
+            tokens[:, : len(context)] = torch.tensor(context)
+            engine.module.loss_fn = functools.partial(draw_byte, position=len(context) - 1, seed=seed + number)
+            text.append(int(engine.eval_batch(iter([(tokens, tokens)]), num_micro_batches=1)))
     return bytes(text).decode(errors="replace")
 
 
-def agree_on_byte(engine: Any, logits: Any, *, position: int, generator: torch.Generator) -> int:
-    """Draw the next byte where the logits are and return it everywhere (a sum in which the others are zero)."""
+@contextlib.contextmanager
+def drawing(engine: Any) -> Iterator[None]:
+    """Put the loss function back in the end, and keep what is drawn from a monitor of losses."""
+    loss_fn, monitored = engine.module.loss_fn, engine.monitor.enabled
+    engine.monitor.enabled = False
+    try:
+        yield
+    finally:
+        engine.module.loss_fn, engine.monitor.enabled = loss_fn, monitored
+
+
+def draw_byte(logits: torch.Tensor, labels: torch.Tensor, *, position: int, seed: int) -> torch.Tensor:
+    """Draw the byte that follows a position of the first row; drawn again (after a loss), it is the same."""
     import torch
 
-    byte = torch.zeros(1, dtype=torch.int64)
-    if engine.is_last_stage() and engine.grid.get_data_parallel_rank() == 0:
-        scores = logits[0, position, :256].float().cpu() / TEMPERATURE
-        byte[0] = torch.multinomial(scores.softmax(0), 1, generator=generator)
-    byte = byte.to(engine.device)
-    torch.distributed.all_reduce(byte)
-    return int(byte)
+    scores = logits[0, position, :256].float().cpu() / TEMPERATURE
+    byte = torch.multinomial(scores.softmax(0), 1, generator=torch.Generator().manual_seed(seed))
+    return byte.to(logits.device, torch.float32).squeeze()
 
 
 def describe(engine: Any, size: GPTSize, text: ByteText, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from bamboo_ds.elastic import keys
@@ -20,6 +20,7 @@ from bamboo_ds.elastic.events import EventLog
 from bamboo_ds.elastic.member_board import Board, Found, News
 from bamboo_ds.elastic.namespaces import cut_own_link
 from bamboo_ds.errors import (
+    BambooError,
     ConfigError,
     ConflictError,
     EvictedError,
@@ -61,6 +62,7 @@ class Member:
         worker: id of this worker.
         node: name of its node.
         outage_seconds: how long the store may be silent before this worker gives up.
+        conditions: go with all that it writes: that the run of the job is still the same, where ids are given again.
 
     Attributes:
         store: of the job.
@@ -69,8 +71,16 @@ class Member:
 
     elastic = True
 
-    def __init__(self, store: Store, *, worker: int, node: str, outage_seconds: float = 60.0) -> None:
-        self.store, self._worker, self.node = store, worker, node
+    def __init__(
+        self,
+        store: Store,
+        *,
+        worker: int,
+        node: str,
+        outage_seconds: float = 60.0,
+        conditions: Sequence[Condition] = (),
+    ) -> None:
+        self.store, self._worker, self.node, self._conditions = store, worker, node, tuple(conditions)
         self._events = EventLog(store, node=node)
         self._seated, self._refused = False, False
         self._lock = threading.Lock()
@@ -190,7 +200,7 @@ class Member:
 
     def join(self) -> None:
         """Say that this worker can be given a stage."""
-        self._insist(lambda: self.store.put(keys.ready(self._worker), self.node.encode()))
+        self._insist(lambda: self._put(keys.ready(self._worker), self.node.encode()))
 
     def await_roster(self, *, timeout_seconds: float | None = None) -> Roster:
         """Wait until this worker may begin: it is in the roster, or else a plan has come that has a place for it.
@@ -346,7 +356,7 @@ class Member:
         if self.evicted or self._refused:
             return
         try:
-            self._board.insist(lambda: self.store.put(keys.left(self._worker), b""), over=self._end_if_evicted)
+            self._board.insist(lambda: self._put(keys.left(self._worker), b""), over=self._end_if_evicted)
         except (StoreError, EvictedError) as error:
             _log.warning("could not say that this worker has left: %s", error)
 
@@ -356,7 +366,24 @@ class Member:
             return
         self._refused = True
         record = json.dumps({"signal": None, "reason": f"refused: {reason}"}).encode()
-        self._insist(lambda: self.store.put(keys.ended(self._worker), record))
+        self._insist(lambda: self._put(keys.ended(self._worker), record))
+
+    def await_end(self, *, timeout_seconds: float) -> bool:
+        """Wait until the job has finished or failed, and return whether it has."""
+
+        def over(news: News) -> bool | None:
+            return True if news.finished is not None or JOB in news.failures else None
+
+        try:
+            return self._board.wait(
+                over, over=lambda news: None, timeout_seconds=timeout_seconds, what="the end of the job"
+            )
+        except (PeerLostError, StoreError):
+            return False
+
+    def give_up(self, error: BambooError) -> None:
+        """Let all waits and checks of this worker raise an error: its agent knows that it cannot go on."""
+        self._board.fail(error)
 
     def close(self) -> None:
         """Leave the cluster's store; all waits end. May be called again."""
@@ -379,21 +406,25 @@ class Member:
 
     def _try(self, conditions: list[Condition], write: Put) -> bool:
         try:
-            self.store.transact(conditions, [write])
+            self.store.transact([*conditions, *self._conditions], [write])
         except ConflictError:
             return False
         return True
+
+    def _put(self, key: str, value: bytes, *, timeout_seconds: float | None = None) -> None:
+        self.store.transact(self._conditions, [Put(key, value)], timeout_seconds=timeout_seconds)
 
     def _first(self, key: str, value: bytes) -> bytes:
         """Write a key unless it is there, and return what it holds. May be repeated."""
         while True:
             try:
-                self.store.compare_and_set(key, value, expected=ABSENT)
+                self.store.transact([Unchanged(key, ABSENT), *self._conditions], [Put(key, value)])
                 return value
             except ConflictError:
                 entry = self.store.get(key)
                 if entry is not None:
                     return entry.value
+                self.store.transact(self._conditions, ())  # raises if it is they that do not hold any more
 
     def _wait(self, ready: Callable[[News], Found | None], timeout_seconds: float | None, what: str) -> Found:
         return self._board.wait(ready, over=self._end_standby, timeout_seconds=timeout_seconds, what=what)
@@ -441,7 +472,7 @@ class Member:
         if news.roll == self._answered or self.evicted:
             return
         try:
-            self.store.put(keys.answer(self._worker), news.roll.encode(), timeout_seconds=_BRIEF_SECONDS)
+            self._put(keys.answer(self._worker), news.roll.encode(), timeout_seconds=_BRIEF_SECONDS)
             self._answered = news.roll
         except StoreError as error:
             _log.info("roll call %s is not answered yet: %s", news.roll, error)

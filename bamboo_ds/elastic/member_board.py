@@ -203,10 +203,11 @@ class Board:
                 self._follow()
         except Exception as error:  # whatever it is, those who wait must hear of it
             if not self._closed:
-                self._fail(error if isinstance(error, BambooError) else StoreError(repr(error)))
+                _log.error("cannot follow the board any more: %s", error)
+                self.fail(error if isinstance(error, BambooError) else StoreError(repr(error)))
 
-    def _fail(self, error: BambooError) -> None:
-        _log.error("cannot follow the board any more: %s", error)
+    def fail(self, error: BambooError) -> None:
+        """Let all waits and checks raise an error from now on."""
         with self._changed:
             self._trouble = error
             self._changed.notify_all()

@@ -108,11 +108,20 @@ class Registration:
         """
         last = self._store.add(keys.WORKER_COUNTER, workers)
         ids = tuple(range(last - workers, last))
+        self.enter(ids)
+        return ids
+
+    def enter(self, ids: tuple[int, ...]) -> None:
+        """Register the node with workers that have their ids already, as a launcher's ranks have.
+
+        Raises:
+            ConfigError: another agent has this name.
+            StoreUnavailableError: the store does not answer.
+        """
         self._node = replace(self._node, workers=ids)
         self._take_lease()
         self._register()
         self._thread.start()
-        return ids
 
     def strike(self, records: Mapping[int, bytes | None]) -> None:
         """Strike workers off the node and, in the same transaction, write how each ended (None: that is written).

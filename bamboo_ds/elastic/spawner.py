@@ -307,11 +307,19 @@ def sweep(sessions: list[int]) -> None:
 
     What cannot be killed even so, as it waits for a device, is left to itself.
     """
-    begin = time.monotonic()
-    send(members(sessions), signal.SIGTERM)
-    while (rest := members(sessions)) and time.monotonic() < begin + _END_SECONDS:
-        if time.monotonic() >= begin + _SWEEP_GRACE_SECONDS:
-            send(rest, signal.SIGKILL)
+    _signal_all(sessions, signal.SIGTERM, seconds=_SWEEP_GRACE_SECONDS, again=False)
+    _signal_all(sessions, signal.SIGKILL, seconds=_END_SECONDS, again=True)
+
+
+def _signal_all(sessions: list[int], number: signal.Signals, *, seconds: float, again: bool) -> None:
+    """Send a signal to all members of some sessions, and wait for their end; `again` to those that come meanwhile."""
+    deadline: float | None = None
+    while rest := members(sessions):
+        if deadline is None or again:
+            send(rest, number)
+        deadline = time.monotonic() + seconds if deadline is None else deadline
+        if time.monotonic() > deadline:
+            return
         time.sleep(_SWEEP_POLL_SECONDS)
 
 

@@ -35,10 +35,41 @@ def take_seat(
     """
     if world.member is None:
         return static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines), None
+    if world.spec is not None:
+        check_shape(world.spec, static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines))
+        return world.member.current(), world.spec
     spec = _spec(world, num_stages=num_stages, num_layers=num_layers, pipelines=pipelines)
     if built:
         spec = replace(spec, launched=_plan_of_ranks(world, num_stages=num_stages, pipelines=pipelines))
     return world.member.take_seat(spec), spec
+
+
+def launched_spec(world: World, plan: Plan, block: BambooConfig, *, num_layers: int) -> JobSpec:
+    """Return the specification of a job whose workers a stock launcher has placed."""
+    return JobSpec(
+        publisher=world.worker,
+        num_stages=plan.num_stages,
+        num_layers=num_layers,
+        pipelines=plan.num_pipelines,
+        min_stages=block.min_stages,
+        redundancy=block.redundancy,
+        launched=plan,
+    )
+
+
+def check_shape(spec: JobSpec, plan: Plan) -> None:
+    """Check that a model has the stages of the job's plan, where the launcher's ranks give it.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    launched = spec.launched
+    if launched is not None and plan.homes != launched.owners:
+        raise ConfigError(
+            f"this model makes {plan.num_stages} stages x {plan.num_pipelines} pipelines, but the job's plan, which "
+            f"began with the first engine, has {launched.num_stages} x {launched.num_pipelines}: with `bamboo.etcd` all "
+            "pipeline models of a script have the same shape"
+        )
 
 
 def refuse_late_settings(spec: JobSpec, block: BambooConfig) -> None:

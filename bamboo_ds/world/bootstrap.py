@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,15 +24,18 @@ import torch.distributed as torch_distributed
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
+from bamboo_ds.config import BambooConfig
 from bamboo_ds.elastic.key_value import StoreKeys
 from bamboo_ds.elastic.member import Member
 from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.importing import divert, forbid_shared_memory_op
 from bamboo_ds.plan import Plan
+from bamboo_ds.plan.job import JobSpec
 from bamboo_ds.world.exit import end_in_order, job_board, world_store
-from bamboo_ds.world.failure import FailureBoard, Failures
+from bamboo_ds.world.failure import FailureBoard, Failures, Guard
 from bamboo_ds.world.group import BACKEND
+from bamboo_ds.world.hosting import Meeting, host, hosted
 from bamboo_ds.world.joining import join, joined, make_default_group
 from bamboo_ds.world.member_failures import MemberFailures
 from bamboo_ds.world.rendezvous import KeyValue
@@ -54,6 +57,7 @@ class World:
         worker: id of this worker, which never changes; the rank in a job without a cluster.
         member: this worker's seat in the cluster; None in a job without one.
         address: at which other nodes reach this one; empty for gloo's own choice.
+        spec: of the job, where a launcher has placed the workers and they host their agents: all have their seats.
     """
 
     rank: int
@@ -62,6 +66,7 @@ class World:
     worker: int
     member: Member | None = None
     address: str = ""
+    spec: JobSpec | None = None
 
     def failures(self, plan: Callable[[], Plan], *, scope: str, timeout_seconds: float) -> Failures:
         """Return where workers say why they fail.
@@ -104,10 +109,43 @@ def init_distributed(timeout_seconds: float = 300.0) -> World:
     return _world(membership)
 
 
+def host_agent(
+    world: World, *, block: BambooConfig, settings: Mapping[str, str], spec: JobSpec, engine: int
+) -> World:
+    """Let the workers of a stock launcher host their agents, if their config says where etcd is.
+
+    Args:
+        world: this process among the others, without a cluster.
+        block: the `bamboo` block.
+        settings: what the workers must have alike.
+        spec: of the job, with the plan of the ranks.
+        engine: number of the engine in its script.
+
+    Returns:
+        The world as it is from now on.
+
+    Raises:
+        ConfigError, StoreError: etcd cannot be used as the config says, or the workers' configs differ.
+        PeerLostError: another worker has failed.
+    """
+    board, timeout = job_board(), block.timeout_seconds
+    assert board is not None
+    with Guard(board, lambda _: None):
+        meeting = Meeting(
+            world_store(), board, rank=world.rank, size=world.size, scope=f"engine-{engine}", timeout_seconds=timeout
+        )
+        if not meeting.agree(settings):
+            return world
+    host(meeting, block=block, spec=spec)
+    job_board.cache_clear()
+    job_board()
+    return _world(None)
+
+
 def _world(membership: Membership | None) -> World:
     rank, size = torch_distributed.get_rank(), torch_distributed.get_world_size()
-    member = joined()
-    if member is None or membership is None:
+    member, agent = joined(), hosted()
+    if member is None:
         return World(rank=rank, size=size, store=world_store(), worker=rank)
     return World(
         rank=rank,
@@ -115,7 +153,8 @@ def _world(membership: Membership | None) -> World:
         store=StoreKeys(member.store),
         worker=member.worker,
         member=member,
-        address=membership.address,
+        address=membership.address if membership is not None else "",
+        spec=agent.spec if agent is not None else None,
     )
 
 

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from bamboo_ds.errors import BambooError, EvictedError, PeerLostError, RefusedError
 from bamboo_ds.world.failure import FailureBoard, Failures, consequence_note, is_consequence
+from bamboo_ds.world.hosting import hosted
 from bamboo_ds.world.joining import joined
 from bamboo_ds.world.member_failures import MemberFailures
 
@@ -95,6 +96,8 @@ def _leave() -> None:
     if not _failed and torch_distributed.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch_distributed.destroy_process_group()
+    if (agent := hosted()) is not None:
+        agent.close(in_order=not _failed)
     if (member := joined()) is not None:
         member.close()
     if _exit_code:

@@ -30,6 +30,12 @@ def joined() -> Member | None:
     return _member
 
 
+def take_hosted_member(member: Member) -> None:
+    """Make this the process's seat in the cluster: it hosts its own agent, and has joined with it."""
+    global _member
+    _member = member
+
+
 def join(membership: Membership) -> Member:
     """Join the cluster and return this process's seat once it may begin.
 

@@ -17,7 +17,7 @@ from bamboo_ds.cli.bench.workers import WorkerResult, values
 from bamboo_ds.comm import Address, Kind, Network, make_message
 from bamboo_ds.comm.wire import _DTYPES
 from bamboo_ds.errors import PeerLostError, ScheduleError
-from bamboo_ds.plan import static_plan
+from bamboo_ds.plan import StaticPlanSource, static_plan
 
 Run = Callable[..., list[WorkerResult]]
 
@@ -27,9 +27,10 @@ def network(rank: int, *, workers: int = 2, timeout_seconds: float = 10.0, check
     from bamboo_ds.world import init_distributed
 
     world = init_distributed(30.0)
+    source = StaticPlanSource(static_plan(world_size=workers, num_stages=workers), worker=rank)
     return Network(
-        static_plan(world_size=workers, num_stages=workers), worker=rank, backing=world.store, instance=0,
-        reductions={"all": frozenset(range(workers))}, redundancy=False, timeout_seconds=timeout_seconds, check=check,
+        source, backing=world.store, instance=0, reductions={"all": frozenset(range(workers))}, redundancy=False,
+        timeout_seconds=timeout_seconds, alarm=check,
     )  # fmt: skip
 
 
@@ -135,9 +136,8 @@ def waiting_in_a_group(rank: int) -> Any:
     links = network(rank, timeout_seconds=1.0)
     found = []
     if rank == 1:
-        group = links.reductions["all"]
-        assert group is not None
-        for wait in (group.start_sum(torch.ones(3)), lambda: links.world.gather_bytes(b"x")):
+        group = links.reduction("all")
+        for wait in (group.start_sum([torch.ones(3)]), lambda: links.world.gather_bytes(b"x")):
             started = time.monotonic()
             try:
                 wait()
@@ -156,7 +156,7 @@ def test_a_member_that_does_not_come_ends_a_collective_in_time(workers: Run) -> 
 
 
 @pytest.mark.parametrize(
-    "other", [{"micro_batch": 1}, {"step": 1}, {"epoch": 1}, {"attempt": 1}, {"stage": 2}, {"kind": Kind.GRADIENT}]
+    "other", [{"micro_batch": 1}, {"step": 1}, {"epoch": 1}, {"stage": 2}, {"kind": Kind.GRADIENT}]
 )
 def test_a_message_of_another_address_is_refused(workers: Run, other: dict[str, Any]) -> None:
     def exchange(rank: int) -> Any:

@@ -85,7 +85,7 @@ class Outcome:
     Attributes:
         losses: mean loss of every step.
         norms: norm of the whole gradient, before clipping, of every step.
-        weights: final parameters and buffers of the own layers, by `<layer>.<name>`.
+        weights: final parameters and buffers of the owned layers, by `<layer>.<name>`.
         digests: by step, of every layer that the worker holds: (layer, digest).
         frc_done: redundant forwards in the whole run.
         extra: whatever a test wants of the engine.
@@ -277,8 +277,8 @@ def train_step(engine: Any, training: Training, step: int, outcome: Outcome) -> 
 
 
 def own_weights(engine: Any) -> Weights:
-    layers = engine.module.layers_of(engine.module.own_stage)
-    return {name: value for index, module in layers.items() for name, value in named(index, module)}
+    layers = [item for stage in engine.owned_stages for item in engine.module.layers_of(stage).items()]
+    return {name: value for index, module in layers for name, value in named(index, module)}
 
 
 def held_digests(engine: Any) -> list[tuple[int, str]]:
