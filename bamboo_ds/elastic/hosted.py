@@ -1,9 +1,9 @@
 """The agent of a worker that a stock launcher has started: threads of the worker itself, in place of a process.
 
-It takes part in the same cluster as an agent of ours. Two things differ. Nobody watches the worker from outside, so one
-that is killed tells nothing: the others find out from its broken links, or when its lease ends. And ids are ranks, which
-the next run of the job gives again. So each launch claims the job, once all nodes of the run before are gone, and what
-its workers write carries the condition that no other launch has claimed it since::
+It takes part in the same cluster as an agent of ours. Two things differ. Nobody watches the worker from outside, so
+one that is killed tells nothing: the others find out from its broken links, or when its lease ends. And ids are ranks,
+which the next run of the job gives again. So each launch claims the job, once all nodes of the run before are gone, and
+what its workers write carries the condition that no other launch has claimed it since::
 
     worker 0   reach   claim, register   tell the others . begin . take its seat
     others     reach   . . . . . . . . . . . . . register, begin . take their seats
@@ -105,6 +105,7 @@ class HostedAgent:
             except StoreError:
                 self._closing.close()
                 raise
+        self._closing.callback(self._close_member)
         node = Node(settings.node, "", ())
         self._registration = Registration(
             self._store,
@@ -185,8 +186,8 @@ class HostedAgent:
             plan = self.member.take_seat(spec, timeout_seconds=timeout)
         if launched is None or plan.homes != launched.owners:
             raise InfeasiblePlanError(
-                f"the job begins with the plan {plan.homes} ({plan.cause}), but the launcher's ranks stand for another, "
-                "for which the modules were built: start the job again with all its workers"
+                f"the job begins with the plan {plan.homes} ({plan.cause}), but the modules were built for that "
+                "of the launcher's ranks: start the job again with all its workers"
             )
         self.spec = spec
         return plan
@@ -268,6 +269,8 @@ class HostedAgent:
         if in_order and self._leadership.leading:
             self.member.await_end(timeout_seconds=_LINGER_SECONDS)
         self._closing.close()
+
+    def _close_member(self) -> None:
         if self._member is not None:
             self._member.close()
 

@@ -24,7 +24,7 @@ desk/answers/<worker>                                     the worker            
 desk/votes/<engine>/<number>/<epoch>.<version>/<pipeline> a pipeline's spokesman  Ballot
 coordinator/<lease>                                       agents, under lease     name of the node
 workers                                                   agents                  counter: next worker id
-launch                                                    the first hosted agent  which launch of a stock launcher the job is
+launch                                                    hosted agents           which launch the job's run is
 events/<time>-<node>                                      whoever saw it          JSON, see `elastic.events`
 progress                                                  coordinator             JSON, at most once a second
 rdzv/<epoch>.<version>/<scope>/...                        workers                 what groups form by

@@ -196,18 +196,22 @@ class _Spawner:
         self._alarm = -1
 
     def run(self) -> NoReturn:
-        """Serve until the channel ends."""
-        self._settle()
-        while True:
-            pause = _SWEEP_POLL_SECONDS if any(worker.code is not None for worker in self._workers) else None
-            ready, _, _ = select.select([self._channel.fileno(), self._alarm], [], [], pause)
-            if self._alarm in ready:
-                os.read(self._alarm, 4096)
-            if self._channel.fileno() in ready and not self._serve():
-                break
-            self._look()
-        self._end_all()
+        """Serve until the channel ends; whatever goes wrong, no worker outlives this process."""
+        try:
+            self._settle()
+            while self._turn():
+                self._look()
+        finally:
+            self._end_all()
         os._exit(0)
+
+    def _turn(self) -> bool:
+        """Wait for something to do, do what the agent asks, and return whether it is still there."""
+        pause = _SWEEP_POLL_SECONDS if any(worker.code is not None for worker in self._workers) else None
+        ready, _, _ = select.select([self._channel.fileno(), self._alarm], [], [], pause)
+        if self._alarm in ready:
+            os.read(self._alarm, 4096)
+        return self._channel.fileno() not in ready or self._serve()
 
     def _settle(self) -> None:
         forking.forget_parent()
@@ -222,7 +226,10 @@ class _Spawner:
 
     def _serve(self) -> bool:
         """Do what the agent asks; return whether it is still there."""
-        message, descriptors, _, _ = socket.recv_fds(self._channel, _LONGEST_MESSAGE_BYTES, 2)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._channel, _LONGEST_MESSAGE_BYTES, 2)
+        except ConnectionError:  # it died before it had read all that it was told
+            return False
         if not message:
             return False
         request = json.loads(message)

@@ -123,9 +123,20 @@ class BambooPipelineEngine(Checkpointing):
         self._decision: Decision | None = None
         self._evaluations, self._attempt = 0, 0
         with self._guarded():
-            self._replicas.synchronise()
+            self._begin_equal()
         if isinstance(self.optimizer, MixedPrecisionOptimizer):
             self.optimizer.refresh_masters()
+
+    def _begin_equal(self) -> None:
+        """Make all copies of a layer equal. In a cluster nobody trains before all have done so, whoever dies meanwhile."""
+        self.training_data = None
+        while True:
+            with self._through_plan_changes(self._adopt_newest):
+                if not self._committer.decided():
+                    self._replicas.synchronise()
+                if self._source.elastic:
+                    self._committer.share("")
+                return
 
     def _held_parameters(self) -> Iterator[torch.Tensor]:
         yield from self.module.parameters()

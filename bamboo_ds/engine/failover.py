@@ -301,7 +301,7 @@ class Failover(Execution):
         self._local.clear()
         self._state.slots.clear()
         self._state.redundant.clear()
-        for parameter in self.module.all_parameters():
+        for parameter in (*self.module.parameters(), *self.module.redundant_parameters()):
             parameter.grad = None
 
 

@@ -67,8 +67,8 @@ def check_shape(spec: JobSpec, plan: Plan) -> None:
     if launched is not None and plan.homes != launched.owners:
         raise ConfigError(
             f"this model makes {plan.num_stages} stages x {plan.num_pipelines} pipelines, but the job's plan, which "
-            f"began with the first engine, has {launched.num_stages} x {launched.num_pipelines}: with `bamboo.etcd` all "
-            "pipeline models of a script have the same shape"
+            f"began with the first engine, has {launched.num_stages} x {launched.num_pipelines}: with `bamboo.etcd` "
+            "all pipeline models of a script have the same shape"
         )
 
 

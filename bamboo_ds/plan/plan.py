@@ -150,11 +150,11 @@ class Plan:
         return tuple(sorted({homes[stage] for homes in self.homes for stage in held_by} - self.dead))
 
     def seats(self, stages: frozenset[int], *, redundancy: bool) -> tuple[Seat, ...]:
-        """Return the seats of the gradient group of `stages`: one per home that holds any of them, by ascending id.
+        """Return the seats of the gradient group of `stages`: one per home that holds any of them, by its place.
 
         A seat outlives its worker. The seat of a dead worker is taken by whoever owns its stage now; where it sat only
         as the shadow of the next stage, by the owner of that. So a group keeps its size and order in an epoch, and a
-        sum its bits.
+        sum its bits. The order is that of places, not of ids: which worker was given which place changes no sum.
 
         Raises:
             InfeasiblePlanError: the plan is aborted: nobody can take a seat.
@@ -166,11 +166,11 @@ class Plan:
             held_by |= {self.shadow_stage(stage) for stage in stages}
         seats = []
         for pipeline, homes in enumerate(self.homes):
-            for stage in held_by:
+            for stage in sorted(held_by):
                 wanted = stage if stage in stages else (stage + 1) % self.num_stages
                 taker = homes[stage] if homes[stage] not in self.dead else self.owners[pipeline][wanted]
                 seats.append(Seat(home=homes[stage], stage=stage, worker=taker))
-        return tuple(sorted(seats, key=lambda seat: seat.home))
+        return tuple(seats)
 
     def share(self, pipeline: int, *, micro_batches: int) -> range:
         """Return which of the M micro-batches of a global batch a pipeline trains.

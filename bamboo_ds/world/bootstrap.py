@@ -109,9 +109,7 @@ def init_distributed(timeout_seconds: float = 300.0) -> World:
     return _world(membership)
 
 
-def host_agent(
-    world: World, *, block: BambooConfig, settings: Mapping[str, str], spec: JobSpec, engine: int
-) -> World:
+def host_agent(world: World, *, block: BambooConfig, settings: Mapping[str, str], spec: JobSpec, engine: int) -> World:
     """Let the workers of a stock launcher host their agents, if their config says where etcd is.
 
     Args:

@@ -35,7 +35,7 @@ def hosted() -> HostedAgent | None:
 
 
 def shared_settings(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return what all workers must have alike of a flat config: how one logs in to etcd is its own affair, and secret."""
+    """Return what all workers must have alike of a flat config; how one logs in to etcd is its own affair."""
     return {key: value for key, value in settings.items() if key == _ENDPOINTS or not key.startswith(_PRIVATE)}
 
 
@@ -66,9 +66,12 @@ class Meeting:
             ConfigError: names the first key that differs.
         """
         ours = JobSettings(self.rank, settings)
-        text = self._ask("compare_set", "settings", "", codec.encode(ours).decode())
-        theirs = codec.decode(JobSettings, text)
-        if _ENDPOINTS not in theirs.settings and _ENDPOINTS not in ours.settings:
+        wants = _ENDPOINTS in settings
+        text = self._store.call("compare_set", self._key("settings"), "", codec.encode(ours).decode())
+        if text is None and wants:
+            raise _silent()
+        theirs = ours if text is None else codec.decode(JobSettings, text)
+        if not wants and _ENDPOINTS not in theirs.settings:
             return False
         theirs.check(ours)
         return True
@@ -111,11 +114,15 @@ class Meeting:
         named = arguments if call == "check" else (self._key(arguments[0]), *arguments[1:])
         answer = self._store.call(call, *named)
         if self._store.lost:
-            raise PeerLostError("the launcher's store, by which the workers meet, does not answer")
+            raise _silent()
         return answer
 
     def _key(self, name: str) -> str:
         return f"hosting/{self._scope}/{name}"
+
+
+def _silent() -> PeerLostError:
+    return PeerLostError("the launcher's store, by which the workers meet, does not answer")
 
 
 def host(meeting: Meeting, *, block: BambooConfig, spec: JobSpec) -> HostedAgent:
