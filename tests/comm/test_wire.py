@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.comm.links import make_message
@@ -35,6 +35,7 @@ def there_and_back(header: Header) -> Header:
     return decode(bytes(head), bytes(overflow))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ADDRESSES, st.booleans(), st.integers(0, 2**32), st.lists(METAS, max_size=60).map(tuple))
 def test_any_header_survives(address: Address, is_tuple: bool, digest: int, tensors: tuple[TensorMeta, ...]) -> None:
     header = Header(address=address, is_tuple=is_tuple, digest=digest, tensors=tensors)

@@ -160,7 +160,9 @@ def detect(
     warm_up()
     with DetectBench(random.Random(seed)) as bench:
         found = {
-            kind: [bench.break_one(kind, number) for number in progress(range(QUICK_CASES if quick else CASES), kind.name)]
+            kind: [
+                bench.break_one(kind, number) for number in progress(range(QUICK_CASES if quick else CASES), kind.name)
+            ]
             for kind in kinds
         }
         watchman = bench.watch_idly(alarm_minutes) if alarm_minutes else None

@@ -69,6 +69,8 @@ class Case:
 class Survivor:
     """What a worker that lived to the end tells."""
 
+    pipeline: int = 0
+    stage: int = 0
     losses: list[float] = field(default_factory=list)
     layers: dict[int, str] = field(default_factory=dict)
     instructions: int = 0
@@ -96,16 +98,15 @@ def failover(
     started, draw = time.monotonic(), random.Random(seed)
     with EmbeddedEtcd() as etcd, tempfile.TemporaryDirectory(prefix="bamboo-failover-") as folder:
         bench = FailoverBench(EtcdConfig(endpoints=(etcd.endpoint,)), Path(folder))
-        exhaustive = [case for shape in ((1, "eflb"), (2, "fit")) for case in bench.exhaustive_cases(*shape)]
+        exhaustive = [case for shape in ((1, "eflb"), (2, "lflb")) for case in bench.exhaustive_cases(*shape)]
         exhaustive = draw.sample(exhaustive, 24) if quick else exhaustive[::every]
         at_random = bench.random_cases(draw, (6, 2, 2) if quick else (RANDOM_KILLS, RANDOM_STOPS, RANDOM_CUTS))
         tables = {"every_instruction": exhaustive, "random_times": at_random}
         verdicts = {name: bench.run_all(cases, name) for name, cases in tables.items()}
     report = {name: summary(tables[name], found) for name, found in verdicts.items()}
-    ok = all(part["cases"] == part["bit_equal"] for part in report.values())
-    totals = {
-        key: sum(part[key] for part in report.values()) for key in ("cases", "bit_equal", "hung", "wrong", "failed")
-    }
+    ok = all(part["cases"] == part["bit_equal"] == part["failovers"] for part in report.values())
+    counted = ("cases", "bit_equal", "hung", "wrong", "failed", "failovers")
+    totals = {key: sum(part[key] for part in report.values()) for key in counted}
     rows = [[name, *(part[key] for key in totals)] for name, part in report.items()]
     finish(
         {"ok": ok, **totals, **report, "seconds": round(time.monotonic() - started, 1)},
@@ -153,23 +154,30 @@ class FailoverBench:
 
     def exhaustive_cases(self, pipelines: int, redundancy: str) -> list[Case]:
         """Return a death before every instruction of every stage, in the last pipeline."""
-        longest = max(one.instructions for one in self.reference(pipelines, redundancy).values())
+        reference = self.reference(pipelines, redundancy)
+        lengths = {one.stage: one.instructions for one in reference.values() if one.pipeline == pipelines - 1}
         return [
             Case(pipelines, redundancy, "kill", pipelines - 1, stage, instruction)
             for stage in range(STAGES)
-            for instruction in range(longest)
+            for instruction in range(lengths[stage])
         ]
 
     def random_cases(self, draw: random.Random, counts: Sequence[int]) -> list[Case]:
         """Return deaths at random moments of the step, of random stages, so many of each kind."""
-        longest = max(one.step_seconds for one in self.reference(2, "fit").values())
-        return [
-            Case(
-                2, "fit", how, draw.randrange(2), draw.randrange(STAGES), after_seconds=draw.uniform(0.0, 1.2 * longest)
-            )
-            for how, count in zip(("kill", "stop", "cut"), counts, strict=True)
-            for _ in range(count)
-        ]
+        hows = [how for how, count in zip(("kill", "stop", "cut"), counts, strict=True) for _ in range(count)]
+        return [self._random_case(draw, how) for how in hows]
+
+    def _random_case(self, draw: random.Random, how: str) -> Case:
+        pipelines, redundancy = draw.choice([(1, "fit"), (1, "eflb"), (1, "lflb"), (2, "fit")])
+        longest = max(one.step_seconds for one in self.reference(pipelines, redundancy).values())
+        return Case(
+            pipelines,
+            redundancy,
+            how,
+            draw.randrange(pipelines),
+            draw.randrange(STAGES),
+            after_seconds=draw.uniform(0.0, 1.2 * longest),
+        )
 
     def run_all(self, cases: Sequence[Case], title: str) -> list[Verdict]:
         """Run cases one after the other."""
@@ -283,7 +291,7 @@ def train(case: Case, folder: Path) -> None:
         layers=job.layers(), num_stages=STAGES, loss_fn=job.loss_fn, seed_layers=True, base_seed=job.base_seed
     )
     engine, *_ = bamboo_ds.initialize(model=module, config=config_of(case))
-    told = Survivor()
+    told = Survivor(engine.pipeline_id, engine.stage_id)
     for step in range(job.steps):
         if step == FAULT_STEP:
             _mark(engine, folder)
