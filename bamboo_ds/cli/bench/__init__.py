@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import typer
 
+from bamboo_ds.cli.bench.detect import detect
+from bamboo_ds.cli.bench.failover import failover
 from bamboo_ds.cli.bench.leak import leak
 from bamboo_ds.cli.bench.overhead import overhead
 from bamboo_ds.cli.bench.parity import parity
+from bamboo_ds.cli.bench.store import store
 
-bench = typer.Typer(no_args_is_help=True, help="Measure parity, overhead and leaks on this machine.")
-bench.command()(parity)
-bench.command()(overhead)
-bench.command()(leak)
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine what the project promises.")
+for command in (parity, overhead, leak, failover, detect, store):
+    bench.command()(command)
 
 __all__ = ["bench"]

@@ -40,7 +40,6 @@ from bamboo_ds.elastic import forking
 from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.elastic.preemption import How
 from bamboo_ds.elastic.presence import EVENTS_FILE
-from bamboo_ds.errors import ConfigError
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 STAGES, PIPELINES, MICRO_BATCHES = 4, 2, 8
@@ -147,7 +146,7 @@ ALARMS = frozenset({"failover", "abort", "reconfigure", "evicted", "node_lost", 
 def detect(
     as_json: bool = JSON_OPTION,
     quick: bool = typer.Option(False, "--quick", help=f"{QUICK_CASES} faults of each kind; about two minutes."),
-    alarm_minutes: float = typer.Option(
+    alarm_minutes: float | None = typer.Option(
         None, min=0.0, help=f"How long nothing may be seen on loaded cores; {ALARM_MINUTES:g}, quick: half a minute."
     ),
     seed: int = typer.Option(0, help="Of the moments at which faults strike."),
@@ -379,7 +378,8 @@ def _stderr_to(path: Path) -> Iterator[None]:
 def busy_loops() -> Iterator[int]:
     """Keep each core of this process busy; give the number of cores."""
     cores = len(os.sched_getaffinity(0))
-    loops = [forking.fork(lambda parent=os.getpid(): _spin(parent)) for _ in range(cores)]  # type: ignore[misc]
+    parent = os.getpid()
+    loops = [forking.fork(lambda: _spin(parent)) for _ in range(cores)]
     try:
         yield cores
     finally:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 import os
 
 import deepspeed
@@ -19,16 +20,12 @@ parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--engines", type=int, default=1)
 parser.add_argument("--before", action="store_true")
 parser.add_argument("--second-stages", type=int, default=0)
-parser.add_argument("--lr-of", default="", help="RANK=LR: what one rank's config says")
-parser.add_argument("--layers-of", default="", help="RANK=LAYERS: what one rank's model has")
-args = deepspeed.add_config_arguments(parser).parse_args()
+parser.add_argument("--own", type=json.loads, default={}, help="by rank: layers, or what its `bamboo` block says")
+parser.add_argument("--config", type=json.loads)
+args = parser.parse_args()
 rank = int(os.environ["RANK"])
-
-
-def own(option, default):
-    """Return what an option says for this rank."""
-    of, _, value = option.partition("=")
-    return type(default)(value) if of == str(rank) else default
+own = args.own.get(str(rank), {})
+config = {**args.config, **own.get("config", {}), "bamboo": {**args.config["bamboo"], **own.get("bamboo", {})}}
 
 
 class Block(nn.Module):
@@ -58,17 +55,16 @@ def model(layers, stages):
 
 def train(net):
     engine, _, _, _ = deepspeed.initialize(
-        args=args, model=net, training_data=Data(),
-        optimizer=torch.optim.Adam(net.parameters(), lr=own(args.lr_of, 0.01)),
+        args=args, model=net, training_data=Data(), config=config,
     )  # fmt: skip
     losses = [float(engine.train_batch()) for _ in range(args.steps)]
-    print(f"LOSSES of {rank}: {losses!r} by {type(engine).__name__}\nPLAN of {rank}: {engine.plan.number}", flush=True)
+    print(f"LOSSES of {rank}: {json.dumps(losses)}\nPLAN of {rank}: {engine.plan.number}", flush=True)
 
 
 torch.manual_seed(7)
 deepspeed.init_distributed(dist_backend="gloo")
 second_stages = args.second_stages or args.stages
-nets = [model(own(args.layers_of, 2 * args.stages), args.stages)]
+nets = [model(own.get("layers", 2 * args.stages), args.stages)]
 if args.before:
     nets += [model(3 * second_stages, second_stages) for _ in range(args.engines - 1)]
 train(nets[0])
