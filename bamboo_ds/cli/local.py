@@ -28,7 +28,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-from bamboo_ds.cli.bench.workers import warm_up
 from bamboo_ds.cli.local_agent import RESULTS, Gate, be_agent, run_and_keep, run_script
 from bamboo_ds.cli.local_folder import locked_folder, sweep_abandoned_folders
 from bamboo_ds.cli.local_node import POLL_SECONDS, LocalNode, await_agents, kill_nodes, sweep_nodes
@@ -349,6 +348,8 @@ def _import_heavy(*, warm: bool) -> None:
 
     etcd_messages()
     if warm:
+        from bamboo_ds.cli.bench.workers import warm_up  # its package, the benches, imports this module
+
         warm_up()
 
 

@@ -33,7 +33,6 @@ class Vote:
         overflow: whether a reduced gradient is not finite (fp16 only; else that is an error).
         forward_seconds: measured time of one forward of the own stage; likewise `backward_seconds`. 0 when not
             measured.
-        buffers_changed: whether a buffer of the own stage was written in this step.
     """
 
     worker: int
@@ -46,7 +45,6 @@ class Vote:
     overflow: bool = False
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    buffers_changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,6 @@ class Decision:
         global_norm: 2-norm of the whole gradient, each parameter once.
         overflow: skip the optimizer step (fp16).
         stage_seconds: median (forward, backward) seconds by stage; empty until every stage has measured.
-        buffer_stages: stages whose buffers changed; they follow the owner in pipeline 0.
     """
 
     step: int
@@ -101,7 +98,6 @@ class Decision:
     global_norm: float
     overflow: bool
     stage_seconds: tuple[tuple[float, float], ...]
-    buffer_stages: frozenset[int]
 
 
 def settle(ballots: Iterable[Ballot]) -> Outcome:
@@ -140,7 +136,6 @@ def tally(votes: Iterable[Vote], *, loss_scale: float = 1.0) -> Decision:
         global_norm=_norm(ballots) / loss_scale,
         overflow=overflow,
         stage_seconds=_stage_seconds(ballots),
-        buffer_stages=frozenset(vote.stage for vote in ballots if vote.buffers_changed),
     )
 
 

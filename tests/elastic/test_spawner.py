@@ -224,8 +224,8 @@ def test_workers_die_with_a_killed_spawner_and_their_sessions_can_be_swept(nurse
     assert not alive(relatives)
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
-def test_everything_ends_with_a_killed_agent(tmp_path: Path, stopped: bool) -> None:
+@pytest.mark.parametrize("case", ["running", "stopped", "behind with its reading"])
+def test_everything_ends_with_a_killed_agent(tmp_path: Path, case: str) -> None:
     agent = os.fork()
     if agent == 0:
         made = Nursery(Spawner(family(stubborn=True)), tmp_path)
@@ -241,9 +241,12 @@ def test_everything_ends_with_a_killed_agent(tmp_path: Path, stopped: bool) -> N
     spawner, worker = map(int, said)
     everybody = [spawner, worker, *family_of(tmp_path)]
     assert alive(everybody) == everybody
-    if stopped:
+    if case == "stopped":
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
+    elif case == "behind with its reading":  # the spawner's end of the channel is then not closed, but reset
+        os.kill(worker, signal.SIGSTOP)
+        time.sleep(0.2)
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
     eventually(lambda: not alive(everybody), within_seconds=5, what="everybody ends")

@@ -170,7 +170,7 @@ def test_a_vote_survives_the_wire_with_all_its_bits(
 ) -> None:
     vote = Vote(
         worker=3, step=2**40, pipeline=1, stage=2, squared_norms=norms, losses=losses, overflow=flag,
-        additional_losses=norms, forward_seconds=0.1, backward_seconds=1 / 3, buffers_changed=not flag,
+        additional_losses=norms, forward_seconds=0.1, backward_seconds=1 / 3,
     )  # fmt: skip
     assert decode(Vote, encode(vote)) == vote
 

@@ -21,7 +21,7 @@ from bamboo_ds.plan.job import JobSettings, JobSpec, Roster
 PLAN = static_plan(world_size=4, num_stages=2)
 SPEC = JobSpec(publisher=0, num_stages=4, num_layers=10, pipelines=2, min_stages=2, redundancy="fit")
 VOTE = Vote(1, 5, 0, 1, squared_norms={"3": math.inf, "tied:e": 1e-30}, losses={0: 1 / 3, 11: 0.1}, overflow=True)
-DECISION = Decision(5, 1 / 3, (0.1, 0.2), {"aux": 0.5}, math.inf, True, ((0.1, 0.2),), frozenset({3, 0, 1}))
+DECISION = Decision(5, 1 / 3, (0.1, 0.2), {"aux": 0.5}, math.inf, True, ((0.1, 0.2),))
 
 RECORDS: list[Any] = [
     Roster((0, 1, 7), cause="3 workers are ready"),
@@ -64,12 +64,6 @@ def test_the_text_of_records(record: Any, text: bytes) -> None:
     assert encode(record) == text
 
 
-def test_the_sets_inside_of_an_outcome_have_one_text() -> None:
-    outcomes = [Outcome(replace(DECISION, buffer_stages=frozenset(stages))) for stages in ([16, 8, 0], [0, 8, 16])]
-    assert b'"buffer_stages":[0,8,16]' in encode(outcomes[0])
-    assert encode(outcomes[0]) == encode(outcomes[1])
-
-
 numbers = st.floats(allow_nan=False)
 votes = st.builds(
     Vote,
@@ -83,7 +77,6 @@ votes = st.builds(
     overflow=st.booleans(),
     forward_seconds=numbers,
     backward_seconds=numbers,
-    buffers_changed=st.booleans(),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +86,18 @@ def test_a_static_plan_never_changes() -> None:
     source = StaticPlanSource(plan_of(2, 1), worker=1)
     source.check(source.current())
     assert (source.worker, source.current()) == (1, plan_of(2, 1))
+
+
+@given(STAGES, PIPELINES, st.randoms())
+def test_the_order_of_seats_depends_on_places_and_not_on_who_was_given_them(
+    stages: int, pipelines: int, chance: random.Random
+) -> None:
+    """A sum of floats depends on its order: two runs of a job, whose workers came in another order, shall be equal."""
+    ids = list(range(stages * pipelines))
+    chance.shuffle(ids)
+    plan = plan_of(stages, pipelines)
+    shuffled = Plan(owners=tuple(tuple(ids[worker] for worker in row) for row in plan.owners))
+    wanted = frozenset({0, stages - 1})
+    assert [ids[seat.home] for seat in plan.seats(wanted, redundancy=True)] == [
+        seat.home for seat in shuffled.seats(wanted, redundancy=True)
+    ]

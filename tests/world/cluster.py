@@ -26,7 +26,7 @@ def decision(step: int) -> Outcome:
     return Outcome(
         Decision(
             step=step, mean_loss=0.5, pipeline_losses=(0.5,), additional_losses={}, global_norm=1.0, overflow=False,
-            stage_seconds=(), buffer_stages=frozenset(),
+            stage_seconds=(),
         )
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config import EtcdConfig
 from bamboo_ds.config.source import CONFIG_VARIABLE
 from bamboo_ds.elastic import forking
+from bamboo_ds.elastic.agent import FAILED
 from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.elastic.preemption import How
 from bamboo_ds.elastic.presence import EVENTS_FILE
@@ -103,11 +104,13 @@ class Notice:
     Attributes:
         at: when, by the monotonic clock.
         number: epoch and version.
+        dead: all workers that it declares dead.
         cause: of the plan.
     """
 
     at: float
     number: tuple[int, int]
+    dead: tuple[int, ...]
     cause: str
 
 
@@ -278,49 +281,55 @@ class DetectBench:
         Raises:
             ConfigError: this machine cannot do it: `cut` needs root.
         """
-        with self._job(apart=kind.how == "cut") as (cluster, folder):
+        with self.job(apart=kind.how == "cut") as (cluster, folder):
             try:
-                return self._break(kind, number, cluster, folder)
+                return self.strike(kind, number, cluster, folder)
             except TimeoutError as late:
                 return Detection(0.0, problem=f"{late}; {tails(folder)}")
 
-    def _break(self, kind: Kind, number: int, cluster: LocalCluster, folder: Path) -> Detection:
-        seats = _await(lambda: _all_seats(folder), BEGIN_SECONDS, "all workers train")
+    def strike(self, kind: Kind, number: int, cluster: LocalCluster, folder: Path) -> Detection:
+        """Break a node of a job that has just begun.
+
+        Raises:
+            TimeoutError: the job does not train, or not all survivors get a plan.
+        """
+        seats = _await(lambda: _all_seats(folder), cluster, BEGIN_SECONDS, "all workers train")
         if early := read_notices(folder):
             return Detection(0.0, problem=f"the plan changed before the fault: {early}")
         victim = choose_victim(seats, kind, number, coordinator=_coordinator(cluster))
         time.sleep(self._draw.uniform(0.0, STRIKE_WITHIN_SECONDS))
         at = cluster.kill_worker(victim.node) if kind.how is None else cluster.kill(victim.node, kind.how)
-        survivors = {seat.worker for seat in seats} - {victim.worker}
-        notices = _await(lambda: _notices_of(folder, survivors), NOTICE_SECONDS, "every survivor has the next plan")
-        if others := {notice.number for notice in notices} - {(0, 1)}:
-            return Detection(0.0, problem=f"other plans than 0.1: {others}")
+        rest = {seat.worker for seat in seats} - {victim.worker}
+        notices = _await(lambda: _notices_of(folder, rest), cluster, NOTICE_SECONDS, "every survivor has the next plan")
+        if wrong := [one for one in notices if (one.number, one.dead) != ((0, 1), (victim.worker,))]:
+            return Detection(0.0, problem=f"worker {victim.worker} was broken, and a survivor got {wrong[0]}")
         return Detection(1000.0 * (max(notice.at for notice in notices) - at), notices[0].cause)
 
     def watch_idly(self, minutes: float) -> Watchman:
         """Let a job train on loaded cores and count what is taken for a death."""
-        with self._job(apart=False) as (cluster, folder), busy_loops():
+        with self.job(apart=False) as (cluster, folder), busy_loops():
             try:
-                _await(lambda: _all_seats(folder), BEGIN_SECONDS, "all workers train")
+                _await(lambda: _all_seats(folder), cluster, BEGIN_SECONDS, "all workers train")
             except TimeoutError as late:
                 return Watchman(minutes, 0, {}, {}, f"{late}; {tails(folder)}")
             before = _steps(folder)
             for _ in progress(range(round(60.0 * minutes)), "false alarms"):
                 time.sleep(1.0)
-            return self._judge(minutes, before, cluster, folder)
+            return self.judge(minutes, _steps(folder) - before, cluster, folder)
 
-    def _judge(self, minutes: float, before: int, cluster: LocalCluster, folder: Path) -> Watchman:
+    def judge(self, minutes: float, steps: int, cluster: LocalCluster, folder: Path) -> Watchman:
+        """Say what was seen in a job that has trained for so long."""
         events = Counter(event["kind"] for event in _events(cluster))
         alarms = {kind: count for kind, count in events.items() if kind in ALARMS}
         if notices := read_notices(folder):
             alarms["plans"] = max(notice.number[1] for notice in notices.values())
-        steps, ended = _steps(folder) - before, {name: code for name, code in cluster.codes.items() if code is not None}
+        ended = {name: code for name, code in cluster.codes.items() if code is not None}
         problem = f"agents have ended: {ended}; {tails(folder)}" if ended else "" if steps else "nothing was trained"
         others = {kind: count for kind, count in events.items() if kind not in ALARMS}
         return Watchman(minutes, steps, alarms, others, problem)
 
     @contextlib.contextmanager
-    def _job(self, *, apart: bool) -> Iterator[tuple[LocalCluster, Path]]:
+    def job(self, *, apart: bool) -> Iterator[tuple[LocalCluster, Path]]:
         """Run a job; its folder goes with it.
 
         Args:
@@ -395,16 +404,18 @@ def _spin(parent: int) -> NoReturn:
         pass
 
 
-def _await(look: Callable[[], Found | None], seconds: float, what: str) -> Found:
+def _await(look: Callable[[], Found | None], cluster: LocalCluster, seconds: float, what: str) -> Found:
     """Look until there is something to see.
 
     Raises:
-        TimeoutError: there is nothing.
+        TimeoutError: there is nothing, or the job has failed.
     """
     deadline = time.monotonic() + seconds
     while (found := look()) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {seconds:g} s: {what}")
+        if FAILED in cluster.codes.values():
+            raise TimeoutError(f"the job has failed, so it will not be that {what}")
         time.sleep(0.01)
     return found
 
@@ -432,7 +443,7 @@ def read_notices(folder: Path) -> dict[int, Notice]:
     found = {}
     for path in folder.glob("plan-*.json"):
         fields = json.loads(path.read_text(encoding="utf-8"))
-        fields["number"] = tuple(fields["number"])
+        fields["number"], fields["dead"] = tuple(fields["number"]), tuple(fields["dead"])
         found[int(path.stem.removeprefix("plan-"))] = Notice(**fields)
     return found
 
@@ -508,7 +519,7 @@ def _teller(member: Any, folder: Path) -> Callable[[], None]:
     def tell() -> None:
         at, plan = time.monotonic(), member.current()
         if plan.number > first and not path.exists():
-            _write_whole(path, Notice(at, plan.number, plan.cause))
+            _write_whole(path, Notice(at, plan.number, tuple(sorted(plan.dead)), plan.cause))
 
     return tell
 

@@ -52,7 +52,14 @@ STEP_PIPELINES = 2
 """Of the job whose keys are counted: it is to take its steps as fast as it can."""
 SCALES = (1_000, 10_000)
 ONCE_MS, BALLOT_MS, WATCHER_MS = 15.0, 3 / 1.8, 1 / (2 * 5.0)
+QUOTA_BYTES = 2 << 30
+"""How large an etcd lets its database become by default."""
 VOTER_PROCESSES, WATCHER_PROCESSES = 4, 4
+CLIENTS = (
+    f"voters: a Member for each pipeline, in {VOTER_PROCESSES} processes with one channel each; watchers: {WATCHERS} "
+    f"streams of {keys.BOARD} in {WATCHER_PROCESSES} processes with one channel each; the coordinator: a process; etcd: "
+    "embedded, without fsync; all on the same cores"
+)
 TTL_SECONDS = 10.0
 _DEADLINE_SECONDS = 60.0
 _STEP_SECONDS = 0.2  # far more than a step of `STEP_PIPELINES` takes
@@ -136,43 +143,37 @@ def store(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None:
 
 def summarize(found: Mapping[Load, Rounds], counted: Mapping[int, int], puts: float) -> dict[str, Any]:
     """Make the report."""
-    figures: dict[str, dict[str, Any]] = {}
-    for load, rounds in found.items():
-        for suffix, figure in figures_of(rounds).items():
-            figures.setdefault(load.name + suffix, {})[str(load.pipelines)] = figure
     failed = [f"{load.name} {load.pipelines}" for load, rounds in found.items() if not holds(load, rounds)]
     if len(set(counted.values())) > 1:
         failed.append("keys_after")
     costs = costs_of(found, puts)
-    demands: dict[str, dict[str, float]] = {}
-    for load in found:
-        demands.setdefault(load.name, {})[str(load.pipelines)] = round(load.most_ms, 1)
     return {
         "ok": not failed,
-        **figures,
+        **figures_of(found),
         "keys_after": {str(steps): number for steps, number in counted.items()},
         "rounds": min(len(rounds.milliseconds) for rounds in found.values()),
-        "demands": demands,
         "failed": failed,
-        "clients": (
-            f"voters: a Member for each pipeline, in {VOTER_PROCESSES} processes with one channel each; watchers: "
-            f"{WATCHERS} streams of board/ in {WATCHER_PROCESSES} processes with one channel each; coordinator: a "
-            "process of its own; etcd: embedded, without fsync, on the same cores"
-        ),
+        "clients": CLIENTS,
         "costs": {name: rounded(value) for name, value in asdict(costs).items()},
         "scale": {str(nodes): at_scale(nodes, costs) for nodes in SCALES},
     }
 
 
-def figures_of(rounds: Rounds) -> dict[str, float]:
-    """Return the figures of a job by the end of their names: median, best and worst round, and etcd's share."""
-    times = rounds.milliseconds
-    return {
-        "": round(statistics.median(times), 1),
-        "_best": round(min(times), 1),
-        "_worst": round(max(times), 1),
-        "_of_etcd_cpu": round(rounds.etcd_milliseconds, 1),
-    }
+def figures_of(found: Mapping[Load, Rounds]) -> dict[str, dict[str, float]]:
+    """Return the figures of all jobs by name and number of pipelines: the median, what else is known, the demand."""
+    figures: dict[str, dict[str, float]] = {}
+    for load, rounds in found.items():
+        times = rounds.milliseconds
+        several = {
+            "": statistics.median(times),
+            "_best": min(times),
+            "_worst": max(times),
+            "_etcd_cpu": rounds.etcd_milliseconds,
+            "_demand": load.most_ms,
+        }
+        for suffix, figure in several.items():
+            figures.setdefault(load.name + suffix, {})[str(load.pipelines)] = round(figure, 1)
+    return figures
 
 
 def holds(load: Load, rounds: Rounds) -> bool:
@@ -192,7 +193,8 @@ def at_scale(nodes: int, costs: Costs) -> dict[str, Any]:
     """Return what a step costs a job of so many nodes of one worker each, all of which have a stage.
 
     Each worker and each agent watches the board; the coordinator watches the desk, where it also hears of the ballots'
-    deletion.
+    deletion. `steps_to_quota` is after how many steps an etcd that is never compacted refuses writes: it keeps every
+    ballot that was ever written, also those that were deleted.
     """
     pipelines, watchers = nodes // STAGES, 2 * nodes
     ballots = [ballot_of(pipeline, 1) for pipeline in range(pipelines)]
@@ -208,12 +210,20 @@ def at_scale(nodes: int, costs: Costs) -> dict[str, Any]:
         "write_seconds_per_step": rounded((pipelines + 1) / costs.puts_per_second),
         "etcd_cpu_seconds_per_step": rounded((pipelines * costs.ballot_cpu_ms + watchers * costs.watcher_cpu_ms) / 1e3),
         "renewals_per_second": rounded(nodes / (TTL_SECONDS / 3)),
+        "steps_to_quota": QUOTA_BYTES // (pipelines * ballot_bytes + outcome_bytes),
     }
 
 
 def _table(found: Mapping[Load, Rounds]) -> Any:
+    figures = figures_of(found)
+    suffixes = ("", "_best", "_worst", "_etcd_cpu", "_demand")
     rows = [
-        [load.pipelines, load.watchers, *figures_of(rounds).values(), round(load.most_ms, 1), holds(load, rounds)]
+        [
+            load.pipelines,
+            load.watchers,
+            *(figures[load.name + suffix][str(load.pipelines)] for suffix in suffixes),
+            holds(load, rounds),
+        ]
         for load, rounds in found.items()
     ]
     columns = ["pipelines", "watchers", "median ms", "best", "worst", "etcd's CPU", "demand", "ok"]
