@@ -2,14 +2,14 @@
 
 ::
 
-    python scripts/demo.py                     8 nodes, 4 stages x 2 pipelines, about 2 minutes on 2 cores
+    python scripts/demo.py                              8 nodes, 4 stages x 2 pipelines
     python scripts/demo.py --steps 60 --text my_texts/
 
-Both runs are `bamboo-ds run --local-nodes 8 ... scripts/train_gpt.py ...` with the same seed. While the second trains,
-`bamboo-ds preempt NODE --how kill` ends all processes of one node (the one that reports: it has rank 0) after a third
-of the steps, and of another in another pipeline after two thirds. Progress goes to stderr; the one line of stdout is the
-JSON summary of the second run, with what it has to say about the kills. Options that the demo does not know go to the
-job. Exit code: 0 when all matches, else 1.
+Both runs are `bamboo-ds run --local-nodes 8 ... scripts/train_gpt.py ...` with the same seed. While the second one
+trains, `bamboo-ds preempt NODE --how kill` ends all processes of a node after a third of the steps (the node whose
+worker reports: it has rank 0), and of a node in another pipeline after two thirds. Progress goes to stderr; stdout holds
+one line, the JSON summary of the second run and what the kills have done to it. Options that the demo does not know go
+to the job. Exit code: 0 when both runs match, else 1.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_GLOBAL_TIMER, STEP_MICRO_TIMER
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from bamboo_ds.comm import Network
 from bamboo_ds.config import BambooConfig, BatchSizes, gradient_clipping
@@ -39,7 +39,8 @@ from bamboo_ds.schedule import (
     StageCosts,
     instructions,
 )
-from bamboo_ds.world import FailureBoard, Guard, close_at_exit, world_of_one
+from bamboo_ds.world import Guard, close_at_exit, world_of_one
+from bamboo_ds.world.failure import Failures
 
 _LOGGED_TIMERS = [BATCH_INPUT_TIMER, FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER]
 
@@ -61,6 +62,9 @@ class BambooPipelineEngine(Checkpointing):
         engine_arguments: the rest of what DeepSpeed's engine takes.
     """
 
+    training_data: Any
+    training_dataloader: DataLoader[Any] | None
+
     def __init__(
         self,
         *,
@@ -70,7 +74,7 @@ class BambooPipelineEngine(Checkpointing):
         source: PlanSource,
         committer: Committer,
         network: Network,
-        failures: FailureBoard,
+        failures: Failures,
         places: Places,
         training_data: Any = None,
         collate_fn: Callable[..., Any] | None = None,
@@ -128,7 +132,7 @@ class BambooPipelineEngine(Checkpointing):
             self.optimizer.refresh_masters()
 
     def _begin_equal(self) -> None:
-        """Make all copies of a layer equal. In a cluster nobody trains before all have done so, whoever dies meanwhile."""
+        """Make all copies of a layer equal; in a cluster nobody trains before all have done so, whoever dies meanwhile."""
         self.training_data = None
         while True:
             with self._through_plan_changes(self._adopt_newest):
@@ -197,7 +201,7 @@ class BambooPipelineEngine(Checkpointing):
         return shadows_last and not self._draws() and self.data_iterator is not None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Train on another iterator. DeepSpeed's own forgets it in the middle of a pipeline; here any worker may draw."""
+        """Train on another iterator. DeepSpeed drops it in the middle of a pipeline; here any worker may have to draw."""
         self.training_dataloader = None
         self.data_iterator = iterator
 

@@ -178,7 +178,7 @@ class Failover(Execution):
         report.bytes_resent = self.network.adopt(plan)
         self.plan = plan
         report.taken = self._take_over(changed)
-        if report.taken == self.stage_id - 1:
+        if report.taken is not None and report.taken == self.stage_id - 1:
             for micro_batch, gradients in sent_to_myself.items():
                 self._state.slot(report.taken, micro_batch).output_gradients = gradients
         report.rerouted = time.monotonic()

@@ -20,6 +20,7 @@ from bamboo_ds.plan.job import JobSettings, JobSpec
 from bamboo_ds.world.failure import BoundedStore, Failures, Guard
 from bamboo_ds.world.joining import take_hosted_member
 from bamboo_ds.world.member_failures import MemberFailures
+from bamboo_ds.world.warming import import_heavy_modules, open_accelerator
 
 _ENDPOINTS = "bamboo.etcd.endpoints"
 _PRIVATE = "bamboo.etcd."
@@ -149,6 +150,8 @@ def host(meeting: Meeting, *, block: BambooConfig, spec: JobSpec) -> HostedAgent
         outage_seconds=min(_OUTAGE_SECONDS, block.timeout_seconds),
     )
     with contextlib.ExitStack() as opened, Guard(meeting.board, lambda _: opened.close()):
+        import_heavy_modules()  # for seconds they leave other threads, such as those of the agent, little time
+        open_accelerator()
         agent = HostedAgent(settings)
         opened.callback(agent.close, in_order=False)
         _enter(agent, meeting)

@@ -344,14 +344,15 @@ def test_a_construction_that_news_has_interrupted_is_tried_again_in_the_same_pro
         world = join()
         interrupted = 0
         for version in range(0, 2 * rounds, 2):
+            links = None
             await_version(world, version + (worker == 8))
-            if worker != 8:
-                try:
-                    network(world)
-                except PlanChangedError:
-                    interrupted += 1
+            try:
+                links = network(world)
+            except PlanChangedError:
+                interrupted += 1
             await_version(world, version + 1)
-            links = network(world)
+            links = links or network(world)
+            assert links.plan.version == version + 1
             assert links.world.gather_bytes(bytes([worker])) == [b"\x03", b"\x05", b"\x08"]
             links.world.barrier()
             links.close()
@@ -366,7 +367,7 @@ def test_a_construction_that_news_has_interrupted_is_tried_again_in_the_same_pro
             await_keys(pen.store, *(f"done/{version}/{worker}" for worker in (3, 5, 8)))
 
     results = job(script, (3, 5, 8), coordinate=coordinate, exit_naturally=True, timeout_seconds=100)
-    assert values(results)[:2] == [rounds, rounds]
+    assert min(values(results)[:2]) > rounds // 2, "some came so late that they saw the next plan only"
     assert [result.exit_code for result in results] == [0] * 4
 
 

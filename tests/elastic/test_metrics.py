@@ -34,7 +34,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def committed(step: int, loss: float = 1.0) -> Outcome:
-    return Outcome(Decision(step, loss, (loss,), {}, 1.0, False, (), frozenset()))
+    return Outcome(Decision(step, loss, (loss,), {}, 1.0, False, ()))
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:

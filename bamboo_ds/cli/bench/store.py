@@ -57,11 +57,12 @@ QUOTA_BYTES = 2 << 30
 VOTER_PROCESSES, WATCHER_PROCESSES = 4, 4
 CLIENTS = (
     f"voters: a Member for each pipeline, in {VOTER_PROCESSES} processes with one channel each; watchers: {WATCHERS} "
-    f"streams of {keys.BOARD} in {WATCHER_PROCESSES} processes with one channel each; the coordinator: a process; etcd: "
-    "embedded, without fsync; all on the same cores"
+    f"streams of {keys.BOARD} in {WATCHER_PROCESSES} processes with one channel each; the coordinator: a process; "
+    "etcd: embedded, without fsync; all on the same cores"
 )
 TTL_SECONDS = 10.0
 _DEADLINE_SECONDS = 60.0
+_LATE_SECONDS = 10.0
 _STEP_SECONDS = 0.2  # far more than a step of `STEP_PIPELINES` takes
 _LEAD_SECONDS = 0.02  # between the agreement on a round's beginning and the beginning
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -369,10 +370,18 @@ def _watch_all(job: Job, count: int, load: Load, starter: Starter) -> int:
             _outcomes(watch)
         starter.meet()
         starter.meet()
-        time.sleep(1.0)  # for what is on its way
-        heard = min(_outcomes(watch) for watch in watches)
+        unheard = _unheard(watches, WARM_ROUNDS + load.rounds)
         starter.meet()
-        return WARM_ROUNDS + load.rounds - heard
+        return unheard
+
+
+def _unheard(watches: Sequence[Watch], outcomes: int) -> int:
+    """Return how many of the outcomes the watch did not get that got fewest; some may still be on their way."""
+    heard, deadline = [0] * len(watches), time.monotonic() + _LATE_SECONDS
+    while min(heard) < outcomes and time.monotonic() < deadline:
+        heard = [already + _outcomes(watch) for already, watch in zip(heard, watches, strict=True)]
+        time.sleep(0.02)
+    return outcomes - min(heard)
 
 
 def _outcomes(watch: Watch) -> int:
