@@ -132,7 +132,7 @@ class BambooPipelineEngine(Checkpointing):
             self.optimizer.refresh_masters()
 
     def _begin_equal(self) -> None:
-        """Make all copies of a layer equal; in a cluster nobody trains before all have done so, whoever dies meanwhile."""
+        """Make all copies of a layer equal. In a cluster nobody trains before all have, whoever dies meanwhile."""
         self.training_data = None
         while True:
             with self._through_plan_changes(self._adopt_newest):
@@ -201,7 +201,7 @@ class BambooPipelineEngine(Checkpointing):
         return shadows_last and not self._draws() and self.data_iterator is not None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Train on another iterator. DeepSpeed drops it in the middle of a pipeline; here any worker may have to draw."""
+        """Train on another iterator. DeepSpeed drops it in mid-pipeline; here any worker may have to draw."""
         self.training_dataloader = None
         self.data_iterator = iterator
 
