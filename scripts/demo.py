@@ -7,9 +7,9 @@
 
 Both runs are `bamboo-ds run --local-nodes 8 ... scripts/train_gpt.py ...` with the same seed. While the second one
 trains, `bamboo-ds preempt NODE --how kill` ends all processes of a node after a third of the steps (the node whose
-worker reports: it has rank 0), and of a node in another pipeline after two thirds. Progress goes to stderr; stdout holds
-one line, the JSON summary of the second run and what the kills have done to it. Options that the demo does not know go
-to the job. Exit code: 0 when both runs match, else 1.
+worker reports: it has rank 0), and of a node in another pipeline after two thirds. Progress goes to stderr; stdout
+holds one line, the JSON summary of the second run and what the kills have done to it. Options that the demo does not
+know go to the job. Exit code: 0 when both runs match, else 1.
 """
 
 from __future__ import annotations
@@ -232,11 +232,13 @@ def kill_nodes(run: Run, *, steps: int) -> list[Victim]:
     killed: list[Victim] = []
     with contextlib.closing(run.reports()) as reports:
         for report in reports:
-            if len(killed) < KILLS and (report["progress"] or {}).get("step", 0) >= (len(killed) + 1) * steps // 3:
-                victim = choose_victim(report["plan"], killed)
-                say(f"step {report['progress']['step']}: kill -9 of {victim}")
-                preempt(run, victim)
-                killed.append(victim)
+            step = (report["progress"] or {}).get("step") or 0
+            if step < max((len(killed) + 1) * steps // (KILLS + 1), 1):
+                continue
+            victim = choose_victim(report["plan"], killed)
+            say(f"step {step}: kill -9 of {victim}")
+            preempt(run, victim)
+            killed.append(victim)
             if len(killed) == KILLS:
                 break
     return killed
@@ -258,10 +260,11 @@ def choose_victim(plan: Mapping[str, Any], killed: Sequence[Victim]) -> Victim:
     ]
     if not whole:
         raise DemoError("every pipeline has lost a worker, or has one only: take more --nodes or more --stages")
-    if not killed:
-        return min(whole, key=lambda victim: victim.worker)
-    # Another stage than the first, to show another case: its successor computes, and does not feed the pipeline.
-    return max(whole, key=lambda victim: ((victim.stage - killed[0].stage) % plan["num_stages"], victim.worker))
+    if killed:
+        # Half a pipeline further on, as each stage is another case: the first draws the data, the last has the loss.
+        stage = (killed[0].stage + plan["num_stages"] // 2) % plan["num_stages"]
+        whole = [victim for victim in whole if victim.stage == stage]
+    return min(whole, key=lambda victim: victim.worker)
 
 
 def preempt(run: Run, victim: Victim) -> None:
@@ -343,8 +346,8 @@ def compare(
         and before.validation == after.validation
         and undisturbed.summary["sample"] == disturbed.summary["sample"]
     )
-    title = f"{disturbed.summary['stages']} stages x {disturbed.summary['pipelines']} pipelines: "
-    title += "losses are bit-equal" if matches else "losses differ"
+    shape = f"{disturbed.summary['stages']} stages x {disturbed.summary['pipelines']} pipelines"
+    title = f"{shape}, {len(killed)} nodes killed: losses {'are bit-equal' if matches else 'differ'}"
     drawn = plot_runs(before, after, marks(events, killed), title=title, path=plot)
     return {**disturbed.summary, "plot": drawn, **numbers, "matches_undisturbed": matches}
 
@@ -353,7 +356,7 @@ def marks(events: Sequence[Mapping[str, Any]], killed: Sequence[Victim]) -> list
     """Return where to mark the kills: at the step in which the shadow took over, as it says itself."""
     victims = {victim.worker: victim for victim in killed}
     return [
-        Mark(event["step"] + 1, str(victims[worker]))  # the event counts from 0
+        Mark(event["step"] + 1, "kill -9 of " + str(victims[worker]).replace(": ", "\n"))  # the event counts from 0
         for event in of_kind(events, "recovered")
         for worker in event["victims"]
         if worker in victims

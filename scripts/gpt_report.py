@@ -192,7 +192,7 @@ def _plot(draw: Callable[[Any], None], *, title: str, path: Path) -> str | None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)
     return str(path)
 
@@ -205,14 +205,14 @@ def _draw_run(axes: Any, curves: Curves) -> None:
 def _draw_runs(axes: Any, undisturbed: Curves, disturbed: Curves, marks: Sequence[Mark]) -> None:
     """Draw one run broad and pale, and the other on it: where they are equal, both are seen."""
     axes.plot(_steps(undisturbed), undisturbed.training, linewidth=6, color="lightskyblue", label="undisturbed run")
-    axes.plot(_steps(disturbed), disturbed.training, linewidth=1, color="navy", label="run with two nodes killed")
+    axes.plot(_steps(disturbed), disturbed.training, linewidth=1, color="navy", label="run with nodes killed")
     axes.plot(*_validation(undisturbed), "o", markersize=10, color="navajowhite", label="validation, undisturbed")
     axes.plot(*_validation(disturbed), "o", markersize=4, color="darkorange", label="validation, nodes killed")
     for mark in marks:
         axes.axvline(mark.step, linewidth=1, linestyle="--", color="firebrick")
         place = {"xy": (mark.step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         text = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8, "color": "firebrick"}
-        axes.annotate(f"step {mark.step}: kill -9 of\n{mark.text}", **place, xytext=(-3, -6), **text)
+        axes.annotate(f"step {mark.step}: {mark.text}", **place, xytext=(-3, -6), **text)
 
 
 def _steps(curves: Curves) -> range:

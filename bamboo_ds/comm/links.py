@@ -199,6 +199,9 @@ class InboundLink:
             it.
         carried: messages of a former link to this stage that were not read yet.
         held: how many messages of the step that one had received.
+
+    Attributes:
+        broken: what was seen when the link broke; empty while it is whole, and when either end has closed it.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class InboundLink:
         self._group, self._peer, self._waits, self._on_broken = group, peer, waits, on_broken
         self._unread, self._held = deque(carried), held or Held()
         self._arrived: queue.SimpleQueue[Message | Exception | _Sign] = queue.SimpleQueue()
-        self._closing = False
+        self._closing, self.broken = False, ""
         self._thread = threading.Thread(target=self._receive_all, name=f"bamboo-{group.name}", daemon=True)
         self._thread.start()
 
@@ -288,7 +291,8 @@ class InboundLink:
             self._arrived.put(_Sign.GOODBYE)
         except Exception as error:  # whatever it is, the engine must hear of it rather than wait
             if not self._closing and not isinstance(error, BambooError):
-                self._on_broken(reason_of(error))
+                self.broken = reason_of(error)
+                self._on_broken(self.broken)
             self._arrived.put(error)
 
     def _count(self, address: Address) -> None:

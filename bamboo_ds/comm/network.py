@@ -14,6 +14,7 @@ have been interrupted in the making, and the other cannot know. A commit proves 
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,6 +90,7 @@ class Network:
         self.inbound: dict[tuple[Kind, int], InboundLink] = {}
         self.outbound: dict[tuple[Kind, int], OutboundLink] = {}
         self._ends: dict[Edge, tuple[int, int]] = {}
+        self._kept_under: dict[Edge, Plan] = {}
         self._unread: dict[Edge, tuple[list[Message], Held]] = {}
         self._journals: dict[Edge, list[Message]] = {}
         self._told: dict[Edge, Held] = {}
@@ -198,6 +200,8 @@ class Network:
         self._factory = self._new_factory()
         for edge in self._edges():
             self._part(edge)
+        for edge in self._ends:
+            self._keep(edge)
         self._drop_groups()
         return sum(self._renew(edge) for edge in self._edges())
 
@@ -251,6 +255,17 @@ class Network:
         else:
             self._unread[edge] = self.inbound.pop((edge.kind, edge.target)).abandon()
 
+    def _keep(self, edge: Edge) -> None:
+        """Let a link stay under the current plan: reports are of a plan, and what was said under another is void."""
+        self._kept_under[edge] = self.plan
+        link = self.inbound.get((edge.kind, edge.target))
+        if self._ends[edge][1] == self._source.worker and link is not None and link.broken:
+            self._report(edge, self._ends[edge][0], link.broken)
+
+    def _report(self, edge: Edge, sender: int, detail: str) -> None:
+        """Tell the cluster that the link from a neighbour is broken; may be called from the link's thread."""
+        self._source.report(sender, detail, plan=self._kept_under[edge])
+
     def _renew(self, edge: Edge) -> int:
         """Make a link that is missing; return how many bytes were sent again through it."""
         ends = self._wanted(edge)
@@ -262,6 +277,7 @@ class Network:
         if not sends:
             self._factory.store.set(f"held/{name}", json.dumps(asdict(held)))
         group = self._factory.host(name, ends)
+        self._kept_under[edge] = self.plan
         resent = self._open_outbound(edge, group) if sends else self._open_inbound(edge, group, unread, held)
         self._ends[edge] = ends
         self._unread.pop(edge, None)
@@ -276,12 +292,11 @@ class Network:
         return link.resend(told)
 
     def _open_inbound(self, edge: Edge, group: Group, unread: Sequence[Message], held: Held) -> int:
-        sender, plan = group.members[0], self.plan
         self.inbound[edge.kind, edge.target] = InboundLink(
             group,
             peer=self._peer(edge.source),
             waits=self._waits,
-            on_broken=lambda detail: self._source.report(sender, detail, plan=plan),
+            on_broken=functools.partial(self._report, edge, group.members[0]),
             carried=unread,
             held=held,
         )

@@ -340,8 +340,9 @@ class Agent:
 
     def _say(self, text: str) -> None:
         """Write to stderr, in one piece: workers and other agents write at the same time."""
+        clear = "\r\x1b[2K" if os.isatty(2) else ""  # a progress bar of a worker may stand in this line
         with contextlib.suppress(OSError):
-            os.write(2, f"bamboo: {text}\n".encode())
+            os.write(2, f"{clear}bamboo: {text}\n".encode())
 
     @contextlib.contextmanager
     def _handlers(self) -> Iterator[None]:

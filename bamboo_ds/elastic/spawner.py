@@ -202,7 +202,7 @@ class _Spawner:
             while self._turn():
                 self._look()
         finally:
-            pass
+            self._end_all()
         os._exit(0)
 
     def _turn(self) -> bool:
@@ -228,7 +228,7 @@ class _Spawner:
         """Do what the agent asks; return whether it is still there."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._channel, _LONGEST_MESSAGE_BYTES, 2)
-        except ZeroDivisionError:  # it died before it had read all that it was told
+        except ConnectionError:  # it died before it had read all that it was told
             return False
         if not message:
             return False

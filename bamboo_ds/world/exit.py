@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from bamboo_ds.errors import BambooError, EvictedError, PeerLostError, RefusedError
 from bamboo_ds.world.failure import FailureBoard, Failures, consequence_note, is_consequence
+from bamboo_ds.world.group import BACKEND
 from bamboo_ds.world.hosting import hosted
 from bamboo_ds.world.joining import joined
 from bamboo_ds.world.member_failures import MemberFailures
@@ -93,7 +94,7 @@ def _leave() -> None:
     if board is not None:
         board.depart()
         board.await_others(wait_seconds=_LINGER_SECONDS)
-    if not _failed and torch_distributed.is_initialized():
+    if torch_distributed.is_initialized() and (not _failed or torch_distributed.get_backend() == BACKEND):
         with contextlib.suppress(RuntimeError):
             torch_distributed.destroy_process_group()
     if (agent := hosted()) is not None:

@@ -173,6 +173,47 @@ def test_both_neighbours_of_a_killed_worker_report_it_at_once_whatever_its_stage
             assert result.value == ("PlanChangedError", "plan 0.0 was replaced by 0.1: it was killed")
 
 
+@pytest.mark.parametrize("first", ["plan", "death"])
+def test_a_link_that_stays_under_a_newer_plan_is_reported_under_that_one(job: Job, first: str) -> None:
+    """What was reported under a plan that was replaced says nothing any more: the loss would be seen by its lease."""
+    newer, victim = Plan(owners=ROW.owners, version=1, cause="somewhere else"), 11
+
+    def script(worker: int) -> Any:
+        world, links = connect(ROW)
+        links.world.barrier()
+        links.forget()
+        present(world)
+        if worker == victim and first == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_version(world, 1)
+        links.adopt(world.member.current())
+        world.member.store.put(f"adopted/{worker}", b"")
+        if worker == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_keys(world.member.store, "over")
+        links.close()
+
+    def coordinate(pen: Pen) -> Any:
+        pen.plan(ROW)
+        if first == "death":
+            reports(pen.store, count=2, within_seconds=10, since=time.monotonic())
+        else:
+            pids(pen.store, ROW.owners[0])
+        pen.plan(newer)
+        others = [worker for worker in ROW.workers if worker != victim]
+        await_keys(pen.store, *(f"adopted/{worker}" for worker in others))
+        since, found = time.monotonic(), set[tuple[int, int]]()
+        while len(found) < 2 and time.monotonic() < since + 5:
+            entries = pen.store.list(f"{keys.SUSPECTS}0.1/").entries
+            records = [codec.decode(LinkReport, entry.value) for entry in entries]
+            found = {(record.reporter, record.suspect) for record in records}
+        pen.store.put("over", b"")
+        return found
+
+    found = values(job(script, ROW.owners[0], coordinate=coordinate)[-1:])[0]
+    assert found == {(other, victim) for other in ROW.neighbours(victim, redundancy=True)}
+
+
 def test_a_worker_that_ends_in_order_is_not_reported(job: Job) -> None:
     def script(worker: int) -> Any:
         world, links = connect(ROW)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,11 @@ import torch.distributed as dist
 from bamboo_ds.cli.bench.workers import WorkerResult
 from bamboo_ds.elastic import keys
 from bamboo_ds.elastic.forking import run_as_script
-from bamboo_ds.errors import BambooError
+from bamboo_ds.errors import PlanChangedError, StoreUnavailableError
 from bamboo_ds.plan import Plan
 from bamboo_ds.plan.job import JobSpec
-from tests.world.cluster import Pen, dead
+from bamboo_ds.store.embedded import EmbeddedEtcd
+from tests.world.cluster import Pen, dead, eventually
 from tests.world.jobs import Job, await_keys
 
 PLAN = Plan(owners=((4, 6),))
@@ -32,7 +36,7 @@ def run(job: Job, script: Callable[[Any], Any], coordinate: Callable[[Pen], Any]
 
         script(init_distributed(20.0))
 
-    return job(lambda worker: run_as_script(program), (4, 6), coordinate=coordinate, **options)
+    return job(lambda worker: run_as_script(program, finalize=True), (4, 6), coordinate=coordinate, **options)
 
 
 def take_seat(world: Any, *, layers: int = 8) -> None:
@@ -58,7 +62,7 @@ def test_a_script_that_ends_says_so_and_leaves_with_code_0(job: Job) -> None:
         return "both left"
 
     results = run(job, script, coordinate)
-    assert [result.exit_code for result in results] == [0, 0, 0]
+    assert [result.exit_code for result in results] == [0, 0, 0], results
     assert results[2].value == "both left"
 
 
@@ -80,7 +84,7 @@ def test_the_first_failure_is_told_once_with_its_traceback_and_the_others_follow
     assert failure["traceback"].startswith("Traceback (most recent call last):")
     assert 'raise ValueError("the learning rate' in failure["traceback"]
     assert left == 0
-    assert [result.exit_code for result in results[:2]] == [1, 1]
+    assert [result.exit_code for result in results[:2]] == [1, 1], [result.log for result in results]
     assert "worker 6 failed first, with:" in results[1].log
     assert results[1].log.count("Traceback") == 1
     assert "worker 4 ends: worker 6 failed: ValueError: the learning rate" in results[0].log
@@ -96,7 +100,7 @@ def test_a_collective_that_a_failing_worker_breaks_does_not_hide_the_cause(job: 
         dist.barrier()
 
     results = run(job, script, lambda pen: pen.plan(PLAN))
-    assert [result.exit_code for result in results[:2]] == [1, 1]
+    assert [result.exit_code for result in results[:2]] == [1, 1], [result.log for result in results]
     assert "worker 4 ends: worker 6 failed: ValueError: a fish" in results[0].log
     assert "Traceback" not in results[0].log
 
@@ -155,7 +159,7 @@ def test_a_standby_that_was_never_needed_ends_with_code_0(job: Job) -> None:
         pen.finish()
 
     results = run(job, lambda world: None, coordinate, roster=False)
-    assert [result.exit_code for result in results] == [0, 0, 0]
+    assert [result.exit_code for result in results] == [0, 0, 0], results
     assert "Traceback" not in results[0].log
 
 
@@ -180,9 +184,10 @@ def test_a_plan_change_that_nobody_handles_is_a_failure_of_the_job(job: Job) -> 
 
 
 def test_a_store_that_is_gone_for_good_ends_every_worker_with_a_clear_error(
-    own_etcd: Any, workers: Callable[..., list[WorkerResult]]
+    own_etcd: EmbeddedEtcd, workers: Callable[..., list[WorkerResult]]
 ) -> None:
-    job = Job(own_etcd.endpoint, name="outage", run=workers, outage_seconds=2.0)
+    job, server = Job(own_etcd.endpoint, name="outage", run=workers, outage_seconds=2.0), own_etcd.pid
+    assert server is not None
 
     def script(world: Any) -> None:
         take_seat(world)
@@ -192,7 +197,7 @@ def test_a_store_that_is_gone_for_good_ends_every_worker_with_a_clear_error(
     def coordinate(pen: Pen) -> None:
         pen.plan(PLAN)
         await_keys(pen.store, "seated/4", "seated/6")
-        os.kill(own_etcd.pid, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
 
     began = time.monotonic()
     results = run(job, script, coordinate)
@@ -202,57 +207,54 @@ def test_a_store_that_is_gone_for_good_ends_every_worker_with_a_clear_error(
         assert "StoreUnavailableError: nothing was heard of the cluster's store" in result.log
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
-def test_an_outage_that_passes_disturbs_nobody(
-    own_etcd: Any, workers: Callable[..., list[WorkerResult]], how: str
-) -> None:
-    """Etcd hangs for a while, or is killed and started again with its data."""
-    import threading
+def stopped(server: EmbeddedEtcd) -> None:
+    server.signal(signal.SIGSTOP)
+    time.sleep(3.0)
+    server.signal(signal.SIGCONT)
 
-    job = Job(own_etcd.endpoint, name="outage", run=workers, outage_seconds=20.0)
+
+def killed(server: EmbeddedEtcd) -> None:
+    server.signal(signal.SIGKILL)
+    time.sleep(2.0)
+    server.start()
+
+
+@pytest.mark.parametrize("disturb", [stopped, killed])
+def test_an_outage_that_passes_disturbs_nobody(
+    own_etcd: EmbeddedEtcd,
+    workers: Callable[..., list[WorkerResult]],
+    tmp_path: Path,
+    disturb: Callable[[EmbeddedEtcd], None],
+) -> None:
+    """Etcd hangs for a while, or is killed and started again with its data: by this process, who owns it."""
+    job, ready = Job(own_etcd.endpoint, name="outage", run=workers), tmp_path / "ready"
 
     def script(world: Any) -> None:
         take_seat(world)
         world.member.store.put(f"seated/{world.worker}", b"")
-        while True:
-            try:
-                world.member.check(PLAN)
-            except BambooError as error:
-                assert "replaced by 0.1" in str(error)
-                return
-            time.sleep(0.005)
+        with contextlib.suppress(PlanChangedError):
+            await_news(world)
 
     def coordinate(pen: Pen) -> None:
         pen.plan(PLAN)
         await_keys(pen.store, "seated/4", "seated/6")
-        with open(marker, "w"):
-            pass
+        ready.touch()
         time.sleep(4.0)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                pen.plan(Plan(owners=PLAN.owners, version=1, cause="it goes on"))
-                return
-            except BambooError:
-                time.sleep(0.1)
+        insist(lambda: pen.plan(Plan(owners=PLAN.owners, version=1, cause="it goes on")))
 
-    marker = f"{own_etcd.log_path}.seated"
+    def when_ready() -> None:
+        eventually(ready.exists, within_seconds=40)
+        disturb(own_etcd)
 
-    def disturb() -> None:
-        deadline = time.monotonic() + 40
-        while not os.path.exists(marker) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if how == "stop":
-            own_etcd.signal(signal.SIGSTOP)
-            time.sleep(3.0)
-            own_etcd.signal(signal.SIGCONT)
-        else:
-            own_etcd.signal(signal.SIGKILL)
-            time.sleep(2.0)
-            own_etcd.start()
-
-    thread = threading.Thread(target=disturb, daemon=True)
-    thread.start()
+    disturber = threading.Thread(target=when_ready, daemon=True)
+    disturber.start()
     results = run(job, script, coordinate)
-    thread.join(10)
-    assert [result.exit_code for result in results] == [0, 0, 0], [result.log for result in results]
+    disturber.join(10)
+    assert [result.exit_code for result in results] == [0, 0, 0], results
+
+
+def insist(write: Callable[[], Any]) -> None:
+    for _ in range(20):
+        with contextlib.suppress(StoreUnavailableError):
+            write()
+            return
