@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -34,6 +35,7 @@ from bamboo_ds.world.member_failures import MemberFailures
 EVICTED = 3
 """Exit code of a worker that the cluster has declared dead."""
 _LINGER_SECONDS = 3.0
+_THREADS_SECONDS = 1.0
 _CAUSE_SECONDS = 2.0  # for the failure that broke a collective of the script's own to be known here
 
 
@@ -101,10 +103,23 @@ def _leave() -> None:
         agent.close(in_order=not _failed)
     if (member := joined()) is not None:
         member.close()
+        _await_threads()
     if _exit_code:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code)  # Python has no other way to change the code of an uncaught exception
+
+
+def _await_threads() -> None:
+    """Wait a moment for threads of ours and of gRPC, which have been told to end.
+
+    One that is in native code when the interpreter is taken apart may abort the process.
+    """
+    deadline = time.monotonic() + _THREADS_SECONDS
+    for thread in threading.enumerate():
+        homes = (type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", "") or "")
+        if thread.daemon and any(home.startswith(("bamboo_ds.", "grpc.")) for home in homes):
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _report(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
