@@ -230,15 +230,18 @@ def kill_nodes(run: Run, *, steps: int) -> list[Victim]:
         DemoError: no node can be lost without losing a stage.
     """
     killed: list[Victim] = []
+    struck_at = 0.0
     with contextlib.closing(run.reports()) as reports:
         for report in reports:
             step = (report["progress"] or {}).get("step") or 0
-            if step < max((len(killed) + 1) * steps // (KILLS + 1), 1):
+            is_due = step >= max((len(killed) + 1) * steps // (KILLS + 1), 1)
+            if not is_due or report["time"] < struck_at:  # one from before the last kill shows what is no more
                 continue
             victim = choose_victim(report["plan"], killed)
             say(f"step {step}: kill -9 of {victim}")
             preempt(run, victim)
             killed.append(victim)
+            struck_at = time.time()
             if len(killed) == KILLS:
                 break
     return killed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,16 +54,3 @@ def test_deepspeeds_launcher_runs_an_unmodified_script(tmp_path: Path, stock: En
     trained_as_stock(ended, stock)
     assert ended.output.count("exits successfully") == 2
     finished(etcd, job="deepspeed")
-
-
-def test_deepspeeds_launcher_ends_the_node_of_a_killed_worker(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
-    """What docs/dropin.md says of it: the others of its node do not live to see the failover."""
-    fault = {"how": "kill", "step": 1, "worker": 1}
-    bamboo = {"job": "ends", "etcd": {"endpoints": [etcd.endpoint]}, "fault_injection": [fault]}
-    config = json.dumps({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "bamboo": bamboo})
-    port = ["--master_port", free_port()]
-    script = [SCRIPTS / "hosted.py", "--config", config]
-    ended = run(tmp_path, *DEEPSPEED, 2, *port, "--module", "bamboo_ds", *script)
-    assert ended.codes[0] not in (0, 1), ended.output[-6000:]
-    assert "DONE" not in ended.output
-    assert "Killing subprocess" in ended.output

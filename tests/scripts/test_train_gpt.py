@@ -116,6 +116,35 @@ def test_lines_come_at_the_interval_with_validations_and_at_the_end(capsys: pyte
     assert shown.out == ""
 
 
+def test_a_worker_shows_nothing_before_it_reports_and_then_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another has reported so far; it died."""
+    curves = gpt_report.Curves(first_step=1, batch_size=8)
+    with gpt_report.Progress(steps=7, interval=3) as progress:
+        for step in range(1, 8):
+            curves.add(3.0, seconds=0.5)
+            if step > 3:
+                progress.show(step, curves)
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["6/7", "7/7"]
+
+
+def test_losses_in_a_file_keep_their_bits(tmp_path: Path) -> None:
+    curves = gpt_report.Curves(first_step=3, batch_size=8, training=[0.1 + 0.2, 1e-310], validation={4: 2.5})
+    path = tmp_path / "folder/losses.json"
+    curves.write(path)
+    assert gpt_report.Curves.read(path) == curves
+    assert [path.name for path in path.parent.iterdir()] == ["losses.json"]
+
+
+def test_a_byte_is_drawn_by_its_seed_from_what_follows_the_position() -> None:
+    logits = torch.full((2, 3, 300), -100.0)
+    logits[0, 1, [7, 9]] = 0.0
+    logits[..., 299] = 1000.0  # padding of the vocabulary is no byte
+    labels = torch.zeros(0)
+    drawn = [float(train_gpt.draw_byte(logits, labels, position=1, seed=seed)) for seed in range(20)]
+    assert {*drawn} == {7.0, 9.0}
+    assert drawn == [float(train_gpt.draw_byte(logits, labels, position=1, seed=seed)) for seed in range(20)]
+
+
 def test_stdout_holds_the_report_alone() -> None:
     program = """
 import os, sys, train_gpt
@@ -145,6 +174,7 @@ def test_two_workers_train_generate_and_report(tmp_path: Path) -> None:
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 400)
     job = ["--deepspeed_config", config_file(tmp_path), "--stages", 2, "--text", text, "--steps", 60]
     job += ["--eval-interval", 25, "--sample-bytes", 12, "--prompt", "the quick br", "--out", tmp_path / "out"]
+    job += ["--losses", tmp_path / "losses.json"]
     done = run_job(2, *job)
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(done.stdout.splitlines()) == 1, done.stdout
@@ -158,3 +188,5 @@ def test_two_workers_train_generate_and_report(tmp_path: Path) -> None:
     assert Path(summary["plot"]).read_bytes().startswith(b"\x89PNG")
     assert "step 25/60" in done.stderr
     assert done.stderr.count("step 60/60") == 1, "more than one worker reports"
+    curves = gpt_report.Curves.read(tmp_path / "losses.json")
+    assert (len(curves.training), list(curves.validation)) == (60, [25, 50, 60])
