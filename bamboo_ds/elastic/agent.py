@@ -55,6 +55,8 @@ _RETRY_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 0.5  # between two looks at the workers
 _CLOSE_SECONDS = 2.0
 
+_LAST_WORD_SECONDS = 12.0  # in an outage workers give up so much earlier than the agent, so that each can say why
+
 
 class Agent:
     """The agent of one node. `run` it in the main thread of a process that has no other threads and no store yet.
@@ -155,7 +157,7 @@ class Agent:
             node=settings.node,
             worker=worker,
             address=settings.address,
-            outage_seconds=settings.outage_seconds,
+            outage_seconds=max(settings.outage_seconds - _LAST_WORD_SECONDS, settings.outage_seconds / 2),
         )
         membership.write(environment)
         return environment

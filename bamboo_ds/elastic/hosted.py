@@ -19,6 +19,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bamboo_ds.clock import Clock
 from bamboo_ds.config.etcd import EtcdConfig
@@ -40,6 +41,8 @@ from bamboo_ds.store import ABSENT, Delete, DeletePrefix, Event, EventKind, Put,
 __all__ = ["HostedAgent", "HostedSettings"]
 
 _log = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=ConfigError | StoreError)
 
 _RETRY_SECONDS = 0.2
 _CLOSE_SECONDS = 2.0
@@ -276,9 +279,9 @@ class HostedAgent:
 
     def _on_lost(self, error: StoreError) -> None:
         """Let the worker hear that its node cannot be kept registered; called from the threads."""
-        self._lost = error
+        self._lost = self._naming_endpoints(error)
         if self._member is not None:
-            self._member.give_up(error)
+            self._member.give_up(self._lost)
 
     def _on_preempt(self, event: Event) -> None:
         """Break this node, as a person asks. The request is deleted first: the node of the next run shall live."""
@@ -306,8 +309,9 @@ class HostedAgent:
         try:
             yield
         except (ConfigError, StoreError) as error:
-            text = str(error)
-            if text.startswith("bamboo."):
-                raise
-            endpoints = ", ".join(self._settings.etcd.endpoints)
-            raise type(error)(f"bamboo.etcd.endpoints = {endpoints}: {text}") from error
+            raise self._naming_endpoints(error) from None
+
+    def _naming_endpoints(self, error: _Error) -> _Error:
+        if str(error).startswith("bamboo."):
+            return error
+        return type(error)(f"bamboo.etcd.endpoints = {', '.join(self._settings.etcd.endpoints)}: {error}")

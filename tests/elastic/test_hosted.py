@@ -188,7 +188,8 @@ def test_a_worker_of_a_former_run_that_wakes_up_writes_nothing(agents: Any, flag
         return found
 
     found = fork(lambda rank: former() if rank == 0 else newer())
-    assert found[0].startswith(f"{ConflictError.__name__}: another agent has taken the name of node")
+    assert found[0].startswith(f"{ConflictError.__name__}: bamboo.etcd.endpoints = ")
+    assert ": another agent has taken the name of node " in found[0]
     assert found[1] == ""
 
 

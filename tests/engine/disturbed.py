@@ -23,6 +23,11 @@ def kill(pipeline: int, stage: int, *, before: int, step: int = 1) -> Fault:
     return {"how": "kill", "step": step, "pipeline": pipeline, "stage": stage, "instruction": before}
 
 
+def encoded(config: dict[str, Any]) -> str:
+    """Return a config in the form in which DeepSpeed takes it in place of a file."""
+    return base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+
+
 class Cluster:
     """Runs jobs one after the other against one etcd.
 
@@ -57,7 +62,6 @@ class Cluster:
     def run(self, program: Callable[[], Any], *, workers: int, lost: int, config: dict[str, Any]) -> dict[int, Any]:
         """Run a program on some workers, of which `lost` die; return what the others returned."""
         self._runs += 1
-        early = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
         cluster = LocalCluster(
             program,
             nodes=1,
@@ -67,7 +71,7 @@ class Cluster:
             ttl_seconds=2.0,
             log_folder=self._folder / f"run-{self._runs}",
             echo=False,
-            environment={CONFIG_VARIABLE: early},
+            environment={CONFIG_VARIABLE: encoded(config)},
         )
         with cluster:
             code = cluster.wait(LONGEST_SECONDS)
