@@ -13,7 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from bamboo_ds.elastic.member import JOB, Member
-from bamboo_ds.errors import BambooError, EvictedError, PeerLostError, PlanChangedError, StoreError
+from bamboo_ds.errors import (
+    BambooError,
+    EvictedError,
+    PeerLostError,
+    PlanChangedError,
+    StoreError,
+    StoreUnavailableError,
+)
 from bamboo_ds.plan import Plan
 from bamboo_ds.world.failure import Failure, consequence_of, is_consequence, mark, mark_repetition, names_of
 
@@ -39,8 +46,8 @@ class MemberFailures:
 
     def report(self, error: BaseException) -> None:
         """Write this worker's failure if none came first; mark the error if it only repeats the first."""
-        if is_consequence(error) or self._member.evicted:
-            return
+        if is_consequence(error) or self._member.evicted or isinstance(error, StoreUnavailableError):
+            return  # a store that cannot be reached is seen by everybody, and cannot be written to
         failure = Failure(
             worker=self._member.worker,
             kind=type(error).__name__,
