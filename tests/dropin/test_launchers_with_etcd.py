@@ -1,4 +1,4 @@
-"""Real launchers with fresh interpreters, and an etcd in the config: the workers host their agents, and end in order."""
+"""Real launchers, fresh interpreters, and an etcd in the config: the workers host their agents, and end in order."""
 
 from __future__ import annotations
 

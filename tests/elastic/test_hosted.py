@@ -1,4 +1,4 @@
-"""The agent that a worker hosts in threads: how a launch claims its job, and how it leaves. In forks, with a real etcd."""
+"""The agent that a worker hosts in threads: how a launch claims its job and leaves it. In forks, with a real etcd."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def flags(tmp_path: Path) -> Flags:
 
 @pytest.fixture
 def agents(etcd: EmbeddedEtcd, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Make agents of this test's job: `with agents(worker) as agent`."""
+    """Return what makes an agent of this test's job, and closes it."""
 
     @contextlib.contextmanager
     def make(worker: int = 0, workers: int = 2) -> Iterator[HostedAgent]:
