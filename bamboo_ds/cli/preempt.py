@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.05
 class PreemptOptions(StoreOptions):
     """The options of `bamboo-ds preempt`."""
 
-    node: Annotated[str, typer.Argument(help="Name of the node.", show_default=False)]
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.", show_default=False)]
     how: Annotated[str, typer.Option(help=f"One of {', '.join(_WAYS)}.")] = "kill"
     wait: Annotated[float, typer.Option(help="Seconds to wait for the effect.")] = 5.0
 

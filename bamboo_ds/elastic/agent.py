@@ -78,7 +78,7 @@ class Agent:
         self._left, self._took_part = False, False
         self._unexplained: list[WorkerExit] = []
         self._next_try = -math.inf
-        self._cut = False
+        self._cut, self._told_wait = False, False
 
     def run(self) -> int:
         """Take part in the job until it is over for this node, and return the exit code.
@@ -144,6 +144,10 @@ class Agent:
         presence.begin(given_up=self._given_up)
 
     def _given_up(self) -> bool:
+        if not self._told_wait:
+            self._told_wait, etcd = True, ",".join(self._settings.etcd.endpoints)
+            limit = f"for {self._settings.outage_seconds:g} s"
+            self._say(f"node {self._settings.node} cannot reach etcd at {etcd} yet and goes on trying {limit}")
         self._inbox.run()
         return self._code is not None
 

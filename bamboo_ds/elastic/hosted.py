@@ -12,6 +12,7 @@ what its workers write carries the condition that no other launch has claimed it
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import signal
@@ -27,7 +28,7 @@ from bamboo_ds.elastic import keys, preemption
 from bamboo_ds.elastic.coordinator import CoordinatorSettings
 from bamboo_ds.elastic.follower import Follower
 from bamboo_ds.elastic.leadership import Leadership
-from bamboo_ds.elastic.member import Member
+from bamboo_ds.elastic.member import JOB, Member
 from bamboo_ds.elastic.membership import open_store
 from bamboo_ds.elastic.registration import Registration
 from bamboo_ds.elastic.worker_exits import WorkerExit
@@ -262,15 +263,25 @@ class HostedAgent:
 
     # ---- ending ------------------------------------------------------------------------------------------------
 
-    def close(self, *, in_order: bool) -> None:
-        """Leave the cluster: the node is gone at once, and somebody else coordinates. May be called again.
+    def fail(self, kind: str, message: str) -> None:
+        """End the job, unless its failure is known or this worker is no part of it: its script ends with an error.
+
+        It may only have met what another did, which has ended without an error; but nobody else sees it end.
 
         Args:
-            in_order: whether the worker has left in order. Who coordinates then waits a moment for the others, so that
-                the end of the job is written.
+            kind: of the error: its class.
+            message: of the error.
         """
-        if in_order and self._leadership.leading:
+        failure = {"worker": self._settings.worker, "kind": kind, "message": message}
+        self.member.fail(JOB, json.dumps(failure).encode())
+
+    def await_end(self) -> None:
+        """After the script's orderly end, if this agent coordinates: wait a moment for the others, to write the end."""
+        if self._leadership.leading:
             self.member.await_end(timeout_seconds=_LINGER_SECONDS)
+
+    def close(self) -> None:
+        """Leave the cluster: the node is gone at once, and somebody else coordinates. May be called again."""
         self._closing.close()
 
     def _close_member(self) -> None:

@@ -343,7 +343,7 @@ class Member:
 
     def fail(self, scope: str, failure: bytes) -> bytes:
         """Write a failure unless another came first, and return the first. The store may be out of reach: then ours."""
-        if self.evicted:
+        if self.evicted or self._refused:
             return failure
         try:
             return self._first(keys.failure(scope), failure)

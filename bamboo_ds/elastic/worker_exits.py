@@ -109,7 +109,8 @@ def publish_failure(store: Store, ended: WorkerExit, *, log: str) -> None:
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    kind, message = last_error(log) or (ended.how, f"no traceback; its log ends:\n{log}")
+    said = f"its log ends:\n{log}" if log else "its log is empty"
+    kind, message = last_error(log) or (ended.how, f"no traceback; {said}")
     failure = {"worker": ended.worker, "kind": kind, "message": message}
     try:
         store.compare_and_set(keys.failure(JOB), json.dumps(failure).encode(), expected=ABSENT)

@@ -32,9 +32,10 @@ _TAIL_BYTES = 4000
 
 @dataclass(slots=True)
 class _Log:
-    """The log file of a worker."""
+    """The log file of a worker; `begin` is where it begins in the file, which may hold those of former runs."""
 
     file: BinaryIO
+    begin: int
     open_streams: int = 2
     complete: threading.Event = field(default_factory=threading.Event)
     failed: bool = False
@@ -120,7 +121,8 @@ class WorkerLogs:
             ConfigError: the file cannot be made.
         """
         try:
-            log = _Log(self.path(worker).open("ab", buffering=0))
+            file = self.path(worker).open("ab", buffering=0)
+            log = _Log(file, begin=file.tell())
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path(worker)}: {error.strerror}") from None
         out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
@@ -143,7 +145,7 @@ class WorkerLogs:
         self._logs[worker].complete.wait(wait_seconds)
         try:
             with self.path(worker).open("rb") as file:
-                file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+                file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, self._logs[worker].begin))
                 return file.read().decode(errors="replace").strip()
         except OSError as error:
             return f"({self.path(worker)} cannot be read: {error.strerror})"

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
+from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.errors import BambooError, EvictedError, PeerLostError, RefusedError
 from bamboo_ds.world.failure import FailureBoard, Failures, consequence_note, is_consequence
 from bamboo_ds.world.group import BACKEND
@@ -52,7 +53,7 @@ class Ending(Protocol):
 
 
 _OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
-_failed = False
+_failure: BaseException | None = None
 _exit_code = 0
 
 
@@ -89,18 +90,22 @@ def _leave() -> None:
     if not job_board.cache_info().currsize and joined() is None:
         return  # the script has not used Bamboo
     board = job_board()
-    if board is not None and not _failed:
+    if board is not None and _failure is None:
         board.leave()
     for engine in list(_OPEN):
         engine.close()
     if board is not None:
         board.depart()
         board.await_others(wait_seconds=_LINGER_SECONDS)
-    if torch_distributed.is_initialized() and (not _failed or torch_distributed.get_backend() == BACKEND):
+    if torch_distributed.is_initialized() and (_failure is None or torch_distributed.get_backend() == BACKEND):
         with contextlib.suppress(RuntimeError):
             torch_distributed.destroy_process_group()
     if (agent := hosted()) is not None:
-        agent.close(in_order=not _failed)
+        if _failure is not None:
+            agent.fail(type(_failure).__name__, str(_failure))
+        else:
+            agent.await_end()
+        agent.close()
     if (member := joined()) is not None:
         member.close()
         _await_threads()
@@ -124,11 +129,11 @@ def _await_threads() -> None:
 
 def _report(previous: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show an uncaught exception: the whole of a cause, one line of a consequence."""
-    global _failed, _exit_code
-    _failed = True
+    global _failure, _exit_code
+    _failure = error
     board = job_board() if torch_distributed.is_initialized() or joined() is not None else None
     if board is not None:
-        error = _explained(error, board)
+        error = _failure = _explained(error, board)
         board.report(error)
     for engine in list(_OPEN):
         engine.fail(error)
@@ -153,8 +158,8 @@ def _explained(error: BaseException, board: Failures) -> BaseException:
 
 
 def _name() -> str:
-    member = joined()
-    return os.environ.get("RANK", "?") if member is None else str(member.worker)
+    seat = joined() or Membership.read()  # an agent has given the id before the worker joins
+    return os.environ.get("RANK", "?") if seat is None else str(seat.worker)
 
 
 def _show(

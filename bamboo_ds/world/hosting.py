@@ -153,7 +153,7 @@ def host(meeting: Meeting, *, block: BambooConfig, spec: JobSpec) -> HostedAgent
         import_heavy_modules()  # for seconds they leave other threads, such as those of the agent, little time
         open_accelerator()
         agent = HostedAgent(settings)
-        opened.callback(agent.close, in_order=False)
+        opened.callback(agent.close)
         _enter(agent, meeting)
         with Guard(MemberFailures(agent.member, plan=lambda: None), lambda _: None):
             agent.join(spec)

@@ -181,3 +181,29 @@ def test_an_etcd_that_one_worker_cannot_reach_ends_all(tmp_path: Path, etcd: Emb
 def test_a_second_model_of_another_shape_is_refused(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
     ended = run(tmp_path, "--engines", 2, "--second-stages", 1, workers=2, etcd=at(etcd), job="shape")
     said_by_all(ended, "this model makes 1 stages x 2 pipelines, but the job's plan")
+
+
+def fail(folder: Path, etcd: EmbeddedEtcd, how: str, *, rank: int, timeout_seconds: float) -> Ended:
+    block = {"timeout_seconds": timeout_seconds, "ttl_seconds": TTL_SECONDS, "job": how, "etcd": at(etcd)}
+    ended = launch_forked(
+        "failing.py", "--how", how, "--rank", rank, "--config", json.dumps({"bamboo": block}), workers=4,
+        deadline_seconds=DEADLINE_SECONDS, temporary=folder / "temporary",
+    )  # fmt: skip
+    assert ended.left == [], ended.output[-6000:]
+    look = Look(etcd.endpoint, job=how)
+    assert not look.list(keys.NODES), "nobody has to wait for their leases"
+    assert look.get(keys.failure("job")) is not None
+    return ended
+
+
+def test_a_workers_own_error_ends_the_job_and_is_shown_once(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
+    ended = fail(tmp_path, etcd, "layer", rank=1, timeout_seconds=30)
+    assert ended.codes == dict.fromkeys(range(4), 1), ended.output[-6000:]
+    assert ended.output.count("Traceback") == 1
+    assert ended.output.count("ends: worker 1 failed: ValueError: the user's layer broke") == 3
+
+
+def test_a_script_that_ends_early_on_one_worker_ends_the_job(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
+    ended = fail(tmp_path, etcd, "exit", rank=1, timeout_seconds=4)
+    assert ended.codes == {0: 1, 1: 0, 2: 1, 3: 1}, ended.output[-6000:]
+    assert "worker 1 left: the script ended there while others still trained" in ended.output

@@ -75,6 +75,17 @@ def test_a_long_line_does_not_wait_for_its_end(writers: Writers, capfd: pytest.C
     assert len(shown + capfd.readouterr().out) == len(text)
 
 
+def test_the_tail_says_nothing_of_a_former_run_whose_log_stays(tmp_path: Path) -> None:
+    """Its traceback would be taken for the cause of this run's failure."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/worker-0.log").write_text("of a former run\n")
+    writers = Writers(WorkerLogs(tmp_path / "logs", echo=False), 1)
+    writers.write(0, "of this run")
+    writers.end()
+    assert writers.logs.tail(0, wait_seconds=5) == "of this run"
+    assert (tmp_path / "logs/worker-0.log").read_text() == "of a former run\nof this run"
+
+
 def test_the_tail_waits_for_what_is_on_the_way(tmp_path: Path) -> None:
     writers = Writers(WorkerLogs(tmp_path, echo=False), 1)
     writers.write(0, "a" * 5000 + "\nlast words\n")

@@ -14,11 +14,6 @@ from tests.world.jobs import Job
 _numbers = itertools.count()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of the stores last: they open some in this process, and gRPC does not survive a fork."""
-    items.sort(key=lambda item: "tests/store/" in item.nodeid)
-
-
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EmbeddedEtcd]:
     """One server for all tests that leave it as it is."""
