@@ -140,6 +140,7 @@ def _engine(
     failures = world.failures(source.current, scope=f"engine-{instance}", timeout_seconds=block.timeout_seconds)
     opened = ExitStack()
     with Guard(failures, lambda _: opened.close()):
+        source.check(model.plan)  # a plan that is replaced before there is an engine cannot be followed
         _agree_on_settings(model, config, block, world, instance)
         if block.redundancy != "off":
             model.hold_redundant_layers()

@@ -69,7 +69,7 @@ def agents(etcd: EmbeddedEtcd, request: pytest.FixtureRequest) -> Callable[..., 
         try:
             yield agent
         finally:
-            agent.close(in_order=False)
+            agent.close()
 
     return make
 
