@@ -65,7 +65,7 @@ _DEADLINE_SECONDS = 60.0
 _LATE_SECONDS = 10.0  # in which watchers catch up
 _LEAST_PRIORITY = 19
 _STEP_SECONDS = 0.2  # far more than a step of `STEP_PIPELINES` takes
-_LEAD_SECONDS = 0.02  # between the agreement on a round's beginning and the beginning
+_LEAD_SECONDS = 0.25  # between rounds: a step computes, and meanwhile the watchers have heard of the last one
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
