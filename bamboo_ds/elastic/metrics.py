@@ -108,7 +108,7 @@ class Metrics:
             seconds: since the outcome before it, of the same engine; 0 for the first.
         """
         if outcome.decision is None:
-            self._refusals.inc()
+            self._refusals.inc(bool(outcome.refusal))  # that of an evaluation has neither
             return
         self._commits.inc()
         self._step.set(outcome.decision.step + 1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Sequence
 
-from deepspeed.utils import logger
-
 from bamboo_ds.config import Fault
 from bamboo_ds.elastic.namespaces import cut_own_link
 from bamboo_ds.plan import Place
+
+_log = logging.getLogger(__name__)  # DeepSpeed's is quiet on all workers but one
 
 
 class FaultInjector:
@@ -33,7 +34,7 @@ class FaultInjector:
     def before(self, *, step: int, instruction: int) -> None:
         """Do what is asked for before the instruction of an index in a step."""
         if self._faults and (fault := self._faults.pop((step, instruction), None)) is not None:
-            logger.warning(f"fault injection: {fault.how} before instruction {instruction} of step {step}")
+            _log.warning("fault injection: %s before instruction %d of step %d", fault.how, instruction, step)
             _carry_out(fault)
 
 

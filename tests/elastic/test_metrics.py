@@ -140,6 +140,7 @@ def test_without_a_batch_size_there_is_no_throughput(metrics: Metrics, settings:
 def test_a_refused_step_is_no_commit(metrics: Metrics) -> None:
     metrics.outcome(committed(3), 0.0)
     metrics.outcome(Outcome(refusal="loss is nan"), 0.5)
+    metrics.outcome(Outcome(rows=("an evaluation",)), 0.5)
     assert value(metrics, "bamboo_refused_commits_total") == 1
     assert value(metrics, "bamboo_step") == 4
 
