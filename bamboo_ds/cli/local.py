@@ -111,7 +111,7 @@ class LocalCluster:
             "outage_seconds": outage_seconds,
             "echo": echo,
             "alone": False,
-            "environment": dict(environment or {}),
+            "environment": {**_few_threads(nodes * workers), **(environment or {})},
         }
         self._nodes = {f"n{index}": index for index in range(nodes)}
         self._running: dict[str, LocalNode] = {}
@@ -351,6 +351,11 @@ def _import_heavy(*, warm: bool) -> None:
         from bamboo_ds.cli.bench.workers import warm_up  # its package, the benches, imports this module
 
         warm_up()
+
+
+def _few_threads(workers: int) -> dict[str, str]:
+    """Return what keeps many workers of one machine out of each other's way; torchrun does so too."""
+    return {"OMP_NUM_THREADS": "1"} if workers > 1 and "OMP_NUM_THREADS" not in os.environ else {}
 
 
 def _loopback(index: int) -> str:

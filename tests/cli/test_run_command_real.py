@@ -24,7 +24,7 @@ from bamboo_ds.store.embedded import EmbeddedEtcd
 
 SCRIPT = """\
 import json, os, sys, time
-names = ("NCCL_DEBUG", "FROM_FILE", "CUDA_VISIBLE_DEVICES", "BAMBOO_CONFIG", "BAMBOO_ETCD_PASSWORD")
+names = ("NCCL_DEBUG", "FROM_FILE", "CUDA_VISIBLE_DEVICES", "BAMBOO_CONFIG", "BAMBOO_ETCD_PASSWORD", "OMP_NUM_THREADS")
 told = {name: os.environ.get(name) for name in names}
 membership = json.loads(os.environ["BAMBOO_MEMBERSHIP"])
 told |= {"arguments": sys.argv[1:], "folder": os.getcwd(), "node": membership["node"], "id": os.getpid()}
@@ -66,7 +66,7 @@ class Job:
         self.folder = folder
         package = str(Path(__file__).resolve().parents[2])
         own = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "BAMBOO"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "BAMBOO", "OMP"))},
             "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": package,
             "DS_ACCELERATOR": "cpu",
@@ -167,7 +167,9 @@ def test_a_script_that_fails_ends_the_job_with_its_traceback_and_code_1(start: C
 def test_local_nodes_are_seen_by_status_and_broken_by_preempt(folder: Path, start: Callable[..., Job]) -> None:
     (folder / "told/wait").touch()
     job = start("run", "--local-nodes", "3", "--zones", "a,b", "--job", "j", "--metrics-port", "0", "train.py")
-    assert {worker["node"] for worker in job.told(3)} == {"n0", "n1", "n2"}
+    told = job.told(3)
+    assert {worker["node"] for worker in told} == {"n0", "n1", "n2"}
+    assert {worker["OMP_NUM_THREADS"] for worker in told} == {"1"}, "they share the cores of one machine"
     ask = [sys.executable, "-m", "bamboo_ds.cli.main"]
     seen = json.loads(subprocess.check_output([*ask, "status", "--json"], cwd=folder, timeout=30))
     assert [(node["name"], node["zone"]) for node in seen["nodes"]] == [("n0", "a"), ("n1", "b"), ("n2", "a")]

@@ -5,10 +5,11 @@ pipeline is a real `Member` that casts a real ballot and waits for the outcome; 
 for all pipelines at one moment and is over when the last spokesman has the outcome.
 
 What is demanded of the median follows from what etcd does alone on two cores: about 1,800 small writes a second, 0.55
-ms each, and 30,000 messages to watchers a second and core. Here etcd and all its clients, which are Python, share two
-cores. A ballot is written, heard by the coordinator and answered to the spokesman; each of the three costs its client
-about as much as the write costs etcd. So a ballot may take the time of three writes, and what happens once in a round
-`ONCE_MS`. Watchers stand for other machines, so they yield to everybody else (nice 19); each may cost 0.05 ms.
+ms each. Here etcd and all its clients, which are Python, share two cores. A ballot is written, heard by the coordinator
+and answered to the spokesman; each of the three costs its client about as much as the write costs etcd. So a ballot may
+take the time of three writes, and what happens once in a round `ONCE_MS`. To tell a watcher takes etcd 0.02 to 0.04 ms
+of CPU; the watchers stand for other machines, so they yield to everybody else (nice 19), but they run here: each may
+cost 0.1 ms.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STEPS, QUICK_STEPS = (1_000, 10_000), (100, 400)
 STEP_PIPELINES = 2
 """Of the job whose keys are counted: it is to take its steps as fast as it can."""
 SCALES = (1_000, 10_000)
-ONCE_MS, BALLOT_MS, WATCHER_MS = 15.0, 3 / 1.8, 0.05
+ONCE_MS, BALLOT_MS, WATCHER_MS = 15.0, 3 / 1.8, 0.1
 QUOTA_BYTES = 2 << 30
 """How large an etcd lets its database become by default."""
 VOTER_PROCESSES, WATCHER_PROCESSES = 4, 4
@@ -65,7 +66,7 @@ _DEADLINE_SECONDS = 60.0
 _LATE_SECONDS = 10.0  # in which watchers catch up
 _LEAST_PRIORITY = 19
 _STEP_SECONDS = 0.2  # far more than a step of `STEP_PIPELINES` takes
-_LEAD_SECONDS = 0.25  # between rounds: a step computes, and meanwhile the watchers have heard of the last one
+_LEAD_SECONDS = 0.02  # between the agreement on a round's beginning and the beginning
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -117,12 +118,14 @@ class Costs:
         puts_per_second: of values of a ballot's size, by one client that waits for each.
         ballot_cpu_ms: CPU of etcd for a ballot: to write it and to tell it to the coordinator, and its spokesman of
             the outcome.
-        watcher_cpu_ms: CPU of etcd to tell one more watcher of an outcome.
+        message_cpu_ms: CPU of etcd to tell one more watcher of an outcome, whatever its size.
+        kilobyte_cpu_ms: likewise for each 1,000 bytes of it.
     """
 
     puts_per_second: float
     ballot_cpu_ms: float
-    watcher_cpu_ms: float
+    message_cpu_ms: float
+    kilobyte_cpu_ms: float
 
 
 def store(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None:
@@ -185,10 +188,18 @@ def holds(load: Load, rounds: Rounds) -> bool:
 
 def costs_of(found: Mapping[Load, Rounds], puts: float) -> Costs:
     """Return what one more ballot and one more watcher cost: the slopes between the least and the most of them."""
-    by_size = {(load.pipelines, load.watchers): rounds.etcd_milliseconds for load, rounds in found.items()}
+    used = {(load.pipelines, load.watchers): rounds.etcd_milliseconds for load, rounds in found.items()}
     few, many = min(PIPELINES), max(PIPELINES)
-    watching = statistics.mean(by_size[size, WATCHERS] - by_size[size, 0] for size in (few, many))
-    return Costs(puts, (by_size[many, 0] - by_size[few, 0]) / (many - few), watching / WATCHERS)
+    watching = {size: (used[size, WATCHERS] - used[size, 0]) / WATCHERS for size in (few, many)}
+    kilobytes = {size: outcome_bytes(size) / 1e3 for size in (few, many)}
+    slope = max((watching[many] - watching[few]) / (kilobytes[many] - kilobytes[few]), 0.0)
+    message = max(watching[few] - slope * kilobytes[few], 0.0)
+    return Costs(puts, (used[many, 0] - used[few, 0]) / (many - few), message, slope)
+
+
+def outcome_bytes(pipelines: int) -> int:
+    """Return the size of the outcome of a commit: it holds the mean loss of every pipeline."""
+    return len(encode(settle(ballot_of(pipeline, 1) for pipeline in range(pipelines))))
 
 
 def at_scale(nodes: int, costs: Costs) -> dict[str, Any]:
@@ -199,20 +210,20 @@ def at_scale(nodes: int, costs: Costs) -> dict[str, Any]:
     ballot that was ever written, also those that were deleted.
     """
     pipelines, watchers = nodes // STAGES, 2 * nodes
-    ballots = [ballot_of(pipeline, 1) for pipeline in range(pipelines)]
-    ballot_bytes, outcome_bytes = len(encode(ballots[-1])), len(encode(settle(ballots)))
+    ballot, outcome = len(encode(ballot_of(pipelines - 1, 1))), outcome_bytes(pipelines)
+    telling_ms = costs.message_cpu_ms + costs.kilobyte_cpu_ms * outcome / 1e3
     return {
         "pipelines": pipelines,
         "writes_per_step": pipelines + 1,
         "events_per_step": 2 * pipelines + 2 * watchers,
-        "ballot_bytes": ballot_bytes,
-        "outcome_bytes": outcome_bytes,
-        "bytes_in_per_step": pipelines * ballot_bytes + outcome_bytes,
-        "bytes_out_per_step": pipelines * ballot_bytes + watchers * outcome_bytes,
+        "ballot_bytes": ballot,
+        "outcome_bytes": outcome,
+        "bytes_in_per_step": pipelines * ballot + outcome,
+        "bytes_out_per_step": pipelines * ballot + watchers * outcome,
         "write_seconds_per_step": rounded((pipelines + 1) / costs.puts_per_second),
-        "etcd_cpu_seconds_per_step": rounded((pipelines * costs.ballot_cpu_ms + watchers * costs.watcher_cpu_ms) / 1e3),
+        "etcd_cpu_seconds_per_step": rounded((pipelines * costs.ballot_cpu_ms + watchers * telling_ms) / 1e3),
         "renewals_per_second": rounded(nodes / (TTL_SECONDS / 3)),
-        "steps_to_quota": QUOTA_BYTES // (pipelines * ballot_bytes + outcome_bytes),
+        "steps_to_quota": QUOTA_BYTES // (pipelines * ballot + outcome),
     }
 
 
