@@ -53,7 +53,7 @@ def main() -> None:
     try:
         summary = demo(arguments, for_job)
     except DemoError as error:
-        print(f"demo: {error}", file=sys.stderr)
+        say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -88,7 +88,8 @@ def end_in_order(number: int, frame: object) -> NoReturn:
 def say(text: str) -> None:
     """Tell the user what goes on; a progress bar that stands in this line gives way to it."""
     clear = "\r\x1b[2K" if sys.stderr.isatty() else ""
-    print(f"{clear}demo: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{clear}demo: {text}\n")  # in one piece, with its end: workers write at the same time
+    sys.stderr.flush()
 
 
 def demo(arguments: argparse.Namespace, for_job: Sequence[str]) -> dict[str, Any]:
