@@ -29,6 +29,8 @@ setup(
         "psutil>=6",
         "pydantic>=2.7,<3",
         "rich>=13",
+        # where workers are placed so that the fewest bytes move
+        "scipy>=1.11,<2",
         "typer>=0.12",
         "typing-extensions>=4.5",
     ],

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ from bamboo_ds.world.gloo import device_group, host_group, made_while, poison, r
 
 _LENGTH = struct.Struct("<I")
 _LARGEST_ROOM = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One member of a group that is to be made."""
+
+    name: str
+    members: tuple[int, ...]
+    rank: int
+    kind: Callable[..., Any]
 
 
 class GroupFactory:
@@ -58,31 +69,56 @@ class GroupFactory:
         self._prefix, self.worker, self._address = prefix, worker, address
         self._waits = waits or Waits(check=check, timeout_seconds=timeout_seconds)
 
-    def host(self, name: str, members: Sequence[int], *, greet: Callable[[Any, int], None] | None = None) -> Group:
+    def host(self, name: str, members: Sequence[int]) -> Group:
         """Make a group that moves host memory.
 
         Args:
             name: of the group, the same on all members.
             members: ids of workers, by rank.
-            greet: called with torch's group and this worker's rank as soon as it is made; a part of making it.
         """
-        rank = members.index(self.worker)
-        (handle,) = self._make(name, members, [rank], host_group, greet)
-        return Group(handle, name=name, members=tuple(members), rank=rank, waits=self._waits)
+        (group,) = self.hosts({name: members})
+        return group
 
-    def seated(self, name: str, seats: Sequence[Seat]) -> SeatGroup:
-        """Make a group of seats. It moves accelerator memory, or host memory if a worker has several of the seats.
+    def hosts(self, wanted: Mapping[str, Sequence[int]]) -> list[Group]:
+        """Make several groups that move host memory, all at once: none waits for the members of another.
 
         Args:
-            name: of the group, the same on all members.
-            seats: all of them; this worker has one at least.
+            wanted: the members by the name of the group.
         """
-        workers = [seat.worker for seat in seats]
-        own = [rank for rank, worker in enumerate(workers) if worker == self.worker]
+        asked = [
+            _Wanted(name, tuple(members), members.index(self.worker), host_group) for name, members in wanted.items()
+        ]
+        return [
+            Group(handle, name=one.name, members=one.members, rank=one.rank, waits=self._waits)
+            for one, handle in zip(asked, self._make_all(asked), strict=True)
+        ]
+
+    def seated(self, wanted: Mapping[str, Sequence[Seat]]) -> list[SeatGroup]:
+        """Make groups of seats, all at once; this worker has a seat in each.
+
+        They move accelerator memory, or host memory where a worker has several of the seats.
+
+        Args:
+            wanted: all seats by the name of the group.
+        """
+        asked = {name: self._seats_wanted(name, seats) for name, seats in wanted.items()}
+        handles = iter(self._make_all([one for ones in asked.values() for one in ones if len(one.members) > 1]))
+        return [
+            SeatGroup(
+                [next(handles) for one in asked[name] if len(seats) > 1],
+                name=name,
+                seats=tuple(seats),
+                own=tuple(one.rank for one in asked[name]),
+                waits=self._waits,
+            )
+            for name, seats in wanted.items()
+        ]
+
+    def _seats_wanted(self, name: str, seats: Sequence[Seat]) -> list[_Wanted]:
+        workers = tuple(seat.worker for seat in seats)
         # One accelerator cannot be two members of a group of its own kind.
         kind = device_group if len(set(workers)) == len(workers) else host_group
-        handles = self._make(name, workers, own, kind, None) if len(seats) > 1 else []
-        return SeatGroup(handles, name=name, seats=tuple(seats), own=tuple(own), waits=self._waits)
+        return [_Wanted(name, workers, rank, kind) for rank, worker in enumerate(workers) if worker == self.worker]
 
     @property
     def store(self) -> RendezvousStore:
@@ -93,29 +129,21 @@ class GroupFactory:
         """Let go of what making groups needed, until the next one."""
         self._store.rest()
 
-    def _make(
-        self,
-        name: str,
-        members: Sequence[int],
-        ranks: Sequence[int],
-        kind: Callable[..., Any],
-        greet: Callable[[Any, int], None] | None,
-    ) -> list[Any]:
-        """Make this worker's members of a group, all at once: each waits for all others."""
-        store = torch_distributed.PrefixStore(f"{self._prefix}/{name}", self._store)
-
-        def make(rank: int) -> Any:
-            handle = kind(store, rank, len(members), timeout=self._waits.timeout, address=self._address)
-            if greet is not None:
-                greet(handle, rank)
-            return handle
-
-        discards = [functools.partial(poison, rank=rank, size=len(members)) for rank in ranks]
-        makers = [functools.partial(make, rank) for rank in ranks]
-        with peer_errors(name, members, self._waits):
+    def _make_all(self, wanted: Sequence[_Wanted]) -> list[Any]:
+        """Make members of groups, all at once: each waits for all others of its group."""
+        makers = [functools.partial(self._make, one) for one in wanted]
+        discards = [functools.partial(poison, rank=one.rank, size=len(one.members)) for one in wanted]
+        names = ", ".join(dict.fromkeys(one.name for one in wanted))
+        members = tuple(sorted({member for one in wanted for member in one.members}))
+        with peer_errors(names, members, self._waits):
             if self._waits.elastic or len(makers) > 1:
                 return made_while(makers, check=self._waits.check, discards=discards)
-            return [make(rank) for rank in ranks]
+            return [make() for make in makers]
+
+    def _make(self, wanted: _Wanted) -> Any:
+        store = torch_distributed.PrefixStore(f"{self._prefix}/{wanted.name}", self._store)
+        timeout, size = self._waits.timeout, len(wanted.members)
+        return wanted.kind(store, wanted.rank, size, timeout=timeout, address=self._address)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """All links and groups of one worker, and how they follow the plan.
 
-Links form in one global order (every worker walks the same sorted list and joins those it belongs to), so forming them
-cannot deadlock; groups form when they are first used, which all members do in the same order.
+The links of a worker form all at once, so none waits for the neighbours of another, and forming them cannot deadlock;
+groups form when they are first used, which all members do in the same order.
 
 In a cluster each worker must also notice the death of both its neighbours in the ring of its pipeline. Between the
 first and the last stage no messages pass; two links that carry none let them notice each other's.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -37,7 +37,7 @@ class Edge:
     """One directed link between two stages of a pipeline.
 
     Attributes:
-        order: links form in this order.
+        order: links are listed in this order.
         kind: what passes.
         source: the stage that sends.
         target: the stage that receives.
@@ -108,11 +108,8 @@ class Network:
             self._factory.rest()
 
     def _connect(self) -> None:
-        for edge in self._edges():
-            self._renew(edge)
-        for name in sorted(self._stages):
-            if self._has_seat(name):
-                self.reduction(name)
+        self._renew_all()
+        self.form_reductions(name for name in sorted(self._stages) if self._has_seat(name))
 
     # ---- what the engine uses ----------------------------------------------------------------------------------
 
@@ -134,10 +131,16 @@ class Network:
 
     def reduction(self, name: str) -> SeatGroup:
         """Return the group of a reduction, in which this worker has a seat."""
-        seats = self.plan.seats(self._stages[name], redundancy=self._redundancy)
-        if name not in self._reductions or self._reductions[name][0] != seats:
-            self._reductions[name] = seats, self._factory.seated(f"reduce-{name}", seats)
+        self.form_reductions([name])
         return self._reductions[name][1]
+
+    def form_reductions(self, names: Iterable[str]) -> None:
+        """Form the groups of these reductions that are missing, all at once; this worker has a seat in each."""
+        seats = {name: self._seats(name) for name in names}
+        missing = {name: told for name, told in seats.items() if self._reductions.get(name, ((),))[0] != told}
+        groups = self._factory.seated({f"reduce-{name}": told for name, told in missing.items()})
+        for (name, told), group in zip(missing.items(), groups, strict=True):
+            self._reductions[name] = told, group
 
     def held(self, stage: int, *, step: int) -> int:
         """Return how many activations of a step the receiver of a stage's outputs had when the link was made."""
@@ -203,7 +206,7 @@ class Network:
         for edge in self._ends:
             self._keep(edge)
         self._drop_groups()
-        return sum(self._renew(edge) for edge in self._edges())
+        return self._renew_all()
 
     def _check(self) -> None:
         self._source.check(self.plan)
@@ -227,7 +230,7 @@ class Network:
             link.wake()
 
     def _edges(self) -> Iterator[Edge]:
-        """Yield the edges of this worker's pipeline in the order in which they form."""
+        """Yield the edges of this worker's pipeline, in order."""
         last = self.plan.num_stages - 1
         for stage in range(last):
             yield Edge(stage, Kind.ACTIVATION, stage, stage + 1)
@@ -266,18 +269,25 @@ class Network:
         """Tell the cluster that the link from a neighbour is broken; may be called from the link's thread."""
         self._source.report(sender, detail, plan=self._kept_under[edge])
 
-    def _renew(self, edge: Edge) -> int:
-        """Make a link that is missing; return how many bytes were sent again through it."""
-        ends = self._wanted(edge)
-        if ends is None or edge in self._ends:
-            return 0
+    def _renew_all(self) -> int:
+        """Make the links that are missing; return how many bytes were sent again through them."""
+        missing = {
+            edge: ends for edge in self._edges() if edge not in self._ends and (ends := self._wanted(edge)) is not None
+        }
+        for edge, (_, receiver) in missing.items():
+            self._kept_under[edge] = self.plan
+            if receiver == self._source.worker:
+                held = self._unread.get(edge, ([], Held()))[1]
+                self._factory.store.set(f"held/{self._name(edge)}", json.dumps(asdict(held)))
+        groups = self._factory.hosts({self._name(edge): ends for edge, ends in missing.items()})
+        return sum(self._open(edge, ends, group) for (edge, ends), group in zip(missing.items(), groups, strict=True))
+
+    def _name(self, edge: Edge) -> str:
+        return f"{edge.kind.name.lower()}-{self.pipeline_id}-{edge.source}-{edge.target}"
+
+    def _open(self, edge: Edge, ends: tuple[int, int], group: Group) -> int:
         sends = self._source.worker == ends[0]
         unread, held = self._unread.get(edge, ([], Held()))
-        name = f"{edge.kind.name.lower()}-{self.pipeline_id}-{edge.source}-{edge.target}"
-        if not sends:
-            self._factory.store.set(f"held/{name}", json.dumps(asdict(held)))
-        group = self._factory.host(name, ends)
-        self._kept_under[edge] = self.plan
         resent = self._open_outbound(edge, group) if sends else self._open_inbound(edge, group, unread, held)
         self._ends[edge] = ends
         self._unread.pop(edge, None)
@@ -313,8 +323,7 @@ class Network:
     def _drop_groups(self) -> None:
         """End the groups that have lost a member, or may not be whole."""
         for name, (seats, group) in list(self._reductions.items()):
-            now = self.plan.seats(self._stages[name], redundancy=self._redundancy)
-            if seats != now or name not in self._settled:
+            if seats != self._seats(name) or name not in self._settled:
                 del self._reductions[name]
                 self._settled.discard(name)
                 group.close()
@@ -323,5 +332,7 @@ class Network:
         self._groups = {}
 
     def _has_seat(self, name: str) -> bool:
-        seats = self.plan.seats(self._stages[name], redundancy=self._redundancy)
-        return any(seat.worker == self._source.worker for seat in seats)
+        return any(seat.worker == self._source.worker for seat in self._seats(name))
+
+    def _seats(self, name: str) -> tuple[Seat, ...]:
+        return self.plan.seats(self._stages[name], redundancy=self._redundancy)

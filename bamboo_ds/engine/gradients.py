@@ -174,6 +174,7 @@ class GradientReducer:
 
     def __init__(self, module: BambooPipelineModule, network: Network) -> None:
         self.reductions = [Reduction(name, units, network) for name, units in sorted(units_of(module).items())]
+        self._network = network
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Return the trainable parameters that a held stage uses."""
@@ -192,6 +193,7 @@ class GradientReducer:
         Raises:
             PeerLostError: a member is gone.
         """
+        self._network.form_reductions(reduction.name for reduction in self.reductions)
         waits = [reduction.start(local) for reduction in self.reductions]
         for wait in waits:
             wait()

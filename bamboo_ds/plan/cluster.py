@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.plan.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +50,21 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the job allows.
+    """What the job allows, and for which model.
 
     Attributes:
         num_stages: upper bound of P.
         pipelines: upper bound of D: the smaller of `bamboo.pipelines` and M; None for as many as the workers fill.
         min_stages: lower bound of P.
         redundancy: whether shadows hold redundant layers.
+        model: what is known of the model.
     """
 
     num_stages: int
     pipelines: int | None = None
     min_stages: int = 1
     redundancy: bool = True
+    model: Model = field(default_factory=Model)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_stages <= self.num_stages:

@@ -55,6 +55,8 @@ def encode(record: Record) -> bytes:
         found["dead"] = _ranges(record.dead)
         if record.homes == record.owners:
             del found["homes"]
+        if not record.parts:
+            del found["parts"]
     text = {"record": RECORDS[type(record)], "schema": SCHEMA, **found}
     return json.dumps(text, default=_plain, sort_keys=True, separators=(",", ":")).encode()
 

@@ -32,7 +32,7 @@ def fail_over(plan: Plan, lost: Iterable[int], *, redundancy: bool, cause: str =
     """Return the plan's next version, in which the shadows own the stages of the lost workers.
 
     It is aborted when a stage is lost: its owner and its shadow are both gone, or there is no shadow (P = 1, no
-    redundancy).
+    redundancy). What was aborted stays so until the epoch ends.
 
     Args:
         plan: the plan before.
@@ -45,7 +45,7 @@ def fail_over(plan: Plan, lost: Iterable[int], *, redundancy: bool, cause: str =
         row if dead.isdisjoint(row) else _owners(homes, dead, redundancy=redundancy)
         for row, homes in zip(plan.owners, plan.homes, strict=True)
     )
-    aborted = any(NOBODY in row for row in owners)
+    aborted = plan.aborted or any(NOBODY in row for row in owners)
     return replace(plan, owners=owners, version=plan.version + 1, dead=dead, aborted=aborted, cause=cause)
 
 

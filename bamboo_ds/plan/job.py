@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.plan.cluster import Bounds
+from bamboo_ds.plan.model import Model
 from bamboo_ds.plan.plan import Plan
 
 
@@ -39,6 +40,11 @@ class JobSpec:
         min_stages: lower bound of P.
         redundancy: `bamboo.redundancy`.
         launched: the plan that a stock launcher's ranks give; None with our own agent, where placement is free.
+        partitions: layer bounds by P, for each P from `min_stages` to `num_stages`; see `Model` for this and the next.
+            Empty: the module cuts itself by its own method.
+        layer_costs: of each layer. They are compared, so all workers must find the same: declare or count them.
+        layer_bytes: of each layer. They serve to estimate and are not compared: a device may pad its state.
+        micro_batches: M; None while it is unknown.
     """
 
     publisher: int
@@ -48,19 +54,24 @@ class JobSpec:
     min_stages: int = 1
     redundancy: str = "fit"
     launched: Plan | None = None
+    partitions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    layer_costs: tuple[float, ...] = ()
+    layer_bytes: tuple[int, ...] = ()
+    micro_batches: int | None = None
 
     @property
     def bounds(self) -> Bounds:
         """What the job allows its plans.
 
         Raises:
-            ConfigError: `min_stages` or `pipelines` cannot be right.
+            ConfigError: `min_stages`, `pipelines` or what is said of the layers cannot be right.
         """
         return Bounds(
             num_stages=self.num_stages,
             pipelines=self.pipelines,
             min_stages=self.min_stages,
             redundancy=self.redundancy != "off",
+            model=Model(self.partitions, self.layer_costs, self.layer_bytes, self.micro_batches),
         )
 
     def check(self, other: JobSpec) -> None:
@@ -69,7 +80,7 @@ class JobSpec:
         Raises:
             ConfigError: names what differs.
         """
-        for name in ("num_stages", "num_layers", "pipelines", "min_stages", "redundancy", "launched"):
+        for name in _COMPARED:
             _compare(name, getattr(self, name), getattr(other, name), publisher=self.publisher)
 
 
@@ -93,6 +104,12 @@ class JobSettings:
         """
         for key in sorted(self.settings.keys() | other.settings.keys()):
             _compare(key, self.settings.get(key), other.settings.get(key), publisher=self.publisher)
+
+
+_COMPARED = (
+    "num_stages", "num_layers", "pipelines", "min_stages", "redundancy", "launched", "partitions", "layer_costs",
+    "micro_batches",
+)  # fmt: skip
 
 
 def _compare(name: str, job: object, ours: object, *, publisher: int) -> None:

@@ -27,9 +27,12 @@ class Plan:
         version: number of changes inside this epoch.
         homes: owners at version 0 of this epoch, which decide what a worker holds. Empty means the same as `owners`.
         dead: ids of all workers ever declared dead. They must stop at once, and their ids never return.
-        aborted: whether a stage is lost: the step cannot be finished, everyone drops its work and awaits a new epoch.
+        aborted: whether the step cannot be finished, as a stage is lost or a worker was before all had their layers:
+            everyone drops its work and awaits a new epoch.
         from_checkpoint: whether this epoch begins from the last checkpoint, as no live worker held some stage.
         cause: why this plan replaced the one before, for people.
+        parts: layer bounds of the stages in this epoch, P + 1 of them; empty where the module cuts itself by its own
+            method.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -40,6 +43,7 @@ class Plan:
     aborted: bool = False
     from_checkpoint: bool = False
     cause: str = ""
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.homes:

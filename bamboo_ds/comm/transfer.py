@@ -1,0 +1,167 @@
+"""Moves state between workers when a new epoch begins: in bulk, between many pairs at once.
+
+Each pair of workers has a group of its own and a thread at either end, so a worker sends to several and receives from
+several at the same time. A parcel is a header, which says what the receiver must make room for, and one run of bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bamboo_ds.comm.groups import Group, GroupFactory, peer_errors
+from bamboo_ds.comm.waits import Waits
+
+_ALIGNMENT = 16  # of a tensor in the run of bytes: every dtype may be viewed there
+_TAG = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What travels as one.
+
+    Attributes:
+        name: for the receiver.
+        values: JSON-able.
+        tensors: in host memory when received.
+    """
+
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+class Courier:
+    """Carries parcels between the workers of one plan.
+
+    Args:
+        factory: makes the groups.
+        waits: how waits end.
+        name: distinguishes several rounds under one plan.
+    """
+
+    def __init__(self, factory: GroupFactory, *, waits: Waits, name: str) -> None:
+        self._factory, self._waits, self._name = factory, waits, name
+
+    def carry(self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int]) -> dict[int, list[Parcel]]:
+        """Send and receive at once.
+
+        Args:
+            outgoing: parcels by receiver.
+            incoming: from whom parcels come.
+
+        Returns:
+            The received ones by sender.
+
+        Raises:
+            PeerLostError: a worker is gone.
+            PlanChangedError: the plan was replaced; nobody can know what has arrived.
+        """
+        received: dict[int, list[Parcel]] = {}
+        tasks: list[Callable[[], None]] = [
+            lambda peer=peer, parcels=parcels: self._send(peer, parcels)  # type: ignore[misc]
+            for peer, parcels in outgoing.items()
+        ]
+        tasks += [lambda peer=peer: received.update({peer: self._receive(peer)}) for peer in incoming]  # type: ignore[misc]
+        _run_all(tasks)
+        return received
+
+    def _send(self, peer: int, parcels: Sequence[Parcel]) -> None:
+        group = self._pair(self._factory.worker, peer)
+        try:
+            header = json.dumps([_described(parcel) for parcel in parcels]).encode()
+            self._put(group, torch.tensor([len(header)], dtype=torch.int64))
+            self._put(group, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            for parcel in parcels:
+                if parcel.bytes:
+                    self._put(group, _packed(parcel))
+            self._take(group, torch.int64, 1)  # it has all arrived: the group may end
+        finally:
+            group.close()
+
+    def _receive(self, peer: int) -> list[Parcel]:
+        group = self._pair(peer, self._factory.worker)
+        try:
+            length = int(self._take(group, torch.int64, 1))
+            header = json.loads(self._take(group, torch.uint8, length).numpy().tobytes())
+            parcels = [self._unpacked(group, description) for description in header]
+            self._put(group, torch.tensor([1], dtype=torch.int64))
+            return parcels
+        finally:
+            group.close()
+
+    def _pair(self, sender: int, receiver: int) -> Group:
+        return self._factory.host(f"{self._name}-{sender}-{receiver}", (sender, receiver))
+
+    def _unpacked(self, group: Group, description: dict[str, Any]) -> Parcel:
+        room, tensors = self._take(group, torch.uint8, description["size"]), {}
+        for name, dtype, shape, start, stop in description["tensors"]:
+            tensors[name] = room[start:stop].view(getattr(torch, dtype)).reshape(shape)
+        return Parcel(name=description["name"], values=description["values"], tensors=tensors)
+
+    def _put(self, group: Group, tensor: torch.Tensor) -> None:
+        with peer_errors(group.name, group.members, self._waits):
+            self._waits.finish(group.handle.send([tensor], 1 - group.rank, _TAG))
+
+    def _take(self, group: Group, dtype: torch.dtype, count: int) -> torch.Tensor:
+        room = torch.empty(count, dtype=dtype)
+        if count:
+            with peer_errors(group.name, group.members, self._waits):
+                self._waits.finish(group.handle.recv([room], 1 - group.rank, _TAG))
+        return room
+
+
+def _run_all(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run all tasks at once; when one fails the others do soon, as their peers or the plan are the same."""
+    errors: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(task,), name="bamboo-state", daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _layout(parcel: Parcel) -> tuple[list[tuple[str, torch.Tensor, int, int]], int]:
+    rows, end = [], 0
+    for name, tensor in parcel.tensors.items():
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + tensor.numel() * tensor.element_size()
+        rows.append((name, tensor, start, end))
+    return rows, end
+
+
+def _described(parcel: Parcel) -> dict[str, Any]:
+    rows, size = _layout(parcel)
+    tensors = [
+        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start, stop)
+        for name, tensor, start, stop in rows
+    ]
+    return {"name": parcel.name, "values": dict(parcel.values), "tensors": tensors, "size": size}
+
+
+def _packed(parcel: Parcel) -> torch.Tensor:
+    rows, size = _layout(parcel)
+    room = torch.empty(size, dtype=torch.uint8)
+    for _, tensor, start, stop in rows:
+        if stop > start:
+            room[start:stop].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return room

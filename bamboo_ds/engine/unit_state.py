@@ -1,0 +1,251 @@
+"""Takes the state of a layer out of a worker, and puts it into another.
+
+Optimizers are asked for no more than what torch promises of all of them: `state`, by parameter, with anything in it.
+Nothing here knows Adam from another. (One exception: see `_steps_of_group`.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from bamboo_ds.checkpoint import UnitState
+from bamboo_ds.checkpoint.state import BUFFER, MASTER, PARAMETER, STATE
+from bamboo_ds.engine.gradients import Unit
+from bamboo_ds.engine.precision import MixedPrecisionOptimizer, target_of
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.world import local_device
+
+Description = dict[str, Any]
+"""What `describe` returns: plain data that JSON can tell."""
+
+
+def take(unit: Unit, optimizer: Any) -> UnitState:
+    """Return a unit's state: references to the very tensors that are trained, no copies.
+
+    Args:
+        unit: of this worker.
+        optimizer: any of torch's or DeepSpeed's, a `MixedPrecisionOptimizer`, or None.
+
+    Raises:
+        ConfigError: the optimizer keeps something that is neither a tensor nor plain data.
+    """
+    tensors = _weights_of(unit)
+    values: dict[str, Any] = {}
+    for name, parameter in unit.module.named_parameters():
+        target = target_of(parameter, optimizer)
+        if target is not parameter:
+            tensors[MASTER + name] = target.detach()
+        for key, value in _state_of(target, optimizer).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{STATE}{name}/{key}"] = value.detach()
+            else:
+                values[f"{STATE}{name}/{key}"] = _plain(value, f"{STATE}{name}/{key}", unit=unit)
+    return UnitState(name=unit.name, tensors=tensors, values=values)
+
+
+def copy_to_host(state: UnitState) -> UnitState:
+    """Return a copy in host memory that training does not change. On an accelerator it is pinned, and whole on return.
+
+    Tensors become contiguous.
+    """
+    copies = {key: _empty_on_host(tensor.shape, tensor.dtype) for key, tensor in state.tensors.items()}
+    for key, tensor in state.tensors.items():
+        copies[key].copy_(tensor, non_blocking=True)
+    if local_device().type != "cpu":
+        get_accelerator().synchronize()
+    return UnitState(name=state.name, tensors=copies, values=json.loads(json.dumps(state.values)))
+
+
+@torch.no_grad()
+def put(unit: Unit, optimizer: Any, state: UnitState) -> None:
+    """Make a unit be in the given state: weights, buffers, masters, and all that the optimizer knows of it.
+
+    Everything is checked before anything is changed. Tensors are copied. What the optimizer knows and the state does
+    not is deleted. Moments go where their parameter is; the scalars of an optimizer (step counts) stay on the host
+    unless it says that it keeps them on the device.
+
+    Args:
+        unit: of this worker.
+        optimizer: as for `take`; without one, what the state says of optimizers is left out.
+        state: wherever its tensors are.
+
+    Raises:
+        ConfigError: the state is of another layer, of other shapes or dtypes, or of another optimizer.
+    """
+    _check_like(unit, optimizer, describe(state))
+    for key, tensor in (_weights_of(unit) | _masters_of(unit, optimizer)).items():
+        tensor.copy_(state.tensors[key])
+    if optimizer is None:
+        return
+    for name, parameter in unit.module.named_parameters():
+        _replace_state(target_of(parameter, optimizer), optimizer, _entries(state, name))
+
+
+def describe(state: UnitState) -> Description:
+    """Return what a receiver must know before the tensors come: names, dtypes, shapes and values."""
+    tensors = {
+        key: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for key, tensor in state.tensors.items()
+    }
+    return {"name": state.name, "tensors": tensors, "values": state.values}
+
+
+def empty_like(unit: Unit, description: Description, *, optimizer: Any = None) -> UnitState:
+    """Return a state in host memory, its tensors not filled yet, into which the described one may be received.
+
+    Args:
+        unit: of this worker: what will be put into.
+        description: by the sender.
+        optimizer: as for `put`, so that what could not be put is refused before it is received.
+
+    Raises:
+        ConfigError: as for `put`.
+    """
+    _check_like(unit, optimizer, description)
+    tensors = {
+        key: _empty_on_host(torch.Size(meta["shape"]), getattr(torch, meta["dtype"]))
+        for key, meta in description["tensors"].items()
+    }
+    return UnitState(name=unit.name, tensors=tensors, values=dict(description["values"]))
+
+
+# ---- what there is here --------------------------------------------------------------------------------------------
+
+
+def _weights_of(unit: Unit) -> dict[str, torch.Tensor]:
+    parameters = {PARAMETER + name: parameter.detach() for name, parameter in unit.module.named_parameters()}
+    return parameters | {BUFFER + name: buffer.detach() for name, buffer in unit.module.named_buffers()}
+
+
+def _masters_of(unit: Unit, optimizer: Any) -> dict[str, torch.Tensor]:
+    targets = {name: target_of(parameter, optimizer) for name, parameter in unit.module.named_parameters()}
+    own = dict(unit.module.named_parameters())
+    return {MASTER + name: target.detach() for name, target in targets.items() if target is not own[name]}
+
+
+def _state_of(target: nn.Parameter, optimizer: Any) -> Mapping[str, Any]:
+    if optimizer is None or target not in optimizer.state:
+        return {}
+    state: Mapping[str, Any] = optimizer.state[target]
+    steps = _steps_of_group(target, optimizer)
+    return state if steps is None else {**state, "step": steps}
+
+
+def _steps_of_group(target: nn.Parameter, optimizer: Any) -> int | None:
+    """Return the steps that DeepSpeed's FusedAdam has made of a parameter; None for other optimizers.
+
+    It counts in the last parameter of each group only, for all of them. A layer that leaves the group would leave
+    the count behind, or take it away from the others.
+    """
+    inner = optimizer.optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
+    if type(inner).__name__ != "FusedAdam":
+        return None
+    return max(inner.state[one].get("step", 0) for one in _group_of(target, inner)["params"] if one in inner.state)
+
+
+def _group_of(target: nn.Parameter, optimizer: Any) -> dict[str, Any]:
+    return next((g for g in optimizer.param_groups if any(one is target for one in g["params"])), {})
+
+
+def _plain(value: Any, key: str, *, unit: Unit) -> Any:
+    """Return a value as JSON tells it."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"unit {unit.name}: the optimizer keeps {key!r} as {type(value).__name__}, which is neither a tensor nor "
+            "plain data; layers cannot move with this optimizer"
+        ) from None
+
+
+def _empty_on_host(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=local_device().type != "cpu")
+
+
+# ---- what is put in ------------------------------------------------------------------------------------------------
+
+
+def _check_like(unit: Unit, optimizer: Any, description: Description) -> None:
+    """Refuse a state that does not fit."""
+    if description["name"] != unit.name:
+        raise ConfigError(f"unit {unit.name}: given the state of unit {description['name']}")
+    here = _weights_of(unit) | _masters_of(unit, optimizer)
+    there = {
+        key: (getattr(torch, meta["dtype"]), tuple(meta["shape"]))
+        for key, meta in description["tensors"].items()
+        if not key.startswith((MASTER, STATE) if optimizer is None else STATE)
+    }
+    _check_weights(unit, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in here.items()}, there)
+    if optimizer is not None:
+        _check_stepped(unit, optimizer, [*description["tensors"], *description["values"]])
+
+
+def _check_weights(unit: Unit, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    if missing := sorted(here.keys() - there.keys()):
+        raise ConfigError(f"unit {unit.name}: the given state lacks {', '.join(missing)}: it is of another model")
+    if strange := sorted(there.keys() - here.keys()):
+        raise ConfigError(f"unit {unit.name} has no {', '.join(strange)}: the given state is of another model")
+    for key, expected in here.items():
+        if there[key] != expected:
+            found = "{}{}".format(*there[key])
+            raise ConfigError(f"unit {unit.name}: {key} is {'{}{}'.format(*expected)}, the given state has {found}")
+
+
+def _check_stepped(unit: Unit, optimizer: Any, keys: list[str]) -> None:
+    """Refuse optimizer state of a parameter that the optimizer does not step."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = dict(unit.module.named_parameters())
+    for name in sorted({_named(key)[0] for key in keys if key.startswith(STATE)}):
+        if name not in parameters or id(target_of(parameters[name], optimizer)) not in stepped:
+            raise ConfigError(
+                f"unit {unit.name}: the given state has optimizer state of parameter {name!r}, which this worker's "
+                "optimizer does not step; give the optimizer the same parameters"
+            )
+
+
+def _named(key: str) -> tuple[str, str]:
+    """Return parameter and key of `state/<name>/<key>`."""
+    name, _, rest = key.removeprefix(STATE).rpartition("/")
+    return name, rest
+
+
+def _entries(state: UnitState, name: str) -> dict[str, Any]:
+    """Return what a state says of one parameter."""
+    told = state.values | state.tensors
+    return {_named(key)[1]: value for key, value in told.items() if key.startswith(STATE) and _named(key)[0] == name}
+
+
+def _replace_state(target: nn.Parameter, optimizer: Any, entries: Mapping[str, Any]) -> None:
+    if not entries:
+        optimizer.state.pop(target, None)
+        return
+    old, on_device = optimizer.state.get(target, {}), _keeps_scalars_on_device(target, optimizer)
+    optimizer.state[target] = {
+        key: _copied(value, old.get(key), device=_device_of(key, value, target, on_device))
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in entries.items()
+    }
+
+
+def _keeps_scalars_on_device(target: nn.Parameter, optimizer: Any) -> bool:
+    group = _group_of(target, optimizer)
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _device_of(key: str, value: torch.Tensor, target: nn.Parameter, scalars_on_device: bool) -> torch.device:
+    """Return where a tensor of the optimizer lives. A parameter may be a scalar too, and so are its moments then."""
+    counts = value.dim() == 0 and (target.dim() > 0 or key == "step")
+    return torch.device("cpu") if counts and not scalars_on_device else target.device
+
+
+def _copied(value: torch.Tensor, old: Any, *, device: torch.device) -> torch.Tensor:
+    """Return a copy; in the memory of the old one where that fits."""
+    fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, device)
+    return (old if fits else torch.empty(value.shape, dtype=value.dtype, device=device)).copy_(value)
