@@ -103,6 +103,10 @@ class PlanChangedError(BambooError):
     """Report a wait that ended because the plan it waited under was replaced; the message says by which, and why."""
 
 
+class StateLostError(BambooError):
+    """Report layers that no live worker has and no checkpoint gives back; the message names them."""
+
+
 class EvictedError(BambooError):
     """Report that the plan calls this worker dead: it stops at once, and sends, votes and writes nothing more.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -18,21 +21,24 @@ from deepspeed.utils import logger
 from bamboo_ds.comm import Network
 from bamboo_ds.config import (
     BambooConfig,
+    BatchSizes,
     bamboo_block,
+    batch_sizes_of,
     check_supported,
     flat_settings,
     load_deepspeed_config,
     resolve_batch_sizes,
     solo_config,
 )
-from bamboo_ds.engine import BambooPipelineEngine, with_redundant
+from bamboo_ds.engine import BambooPipelineEngine, Places, with_redundant, without_redundant
 from bamboo_ds.engine.commit import Committer, ExchangeCommitter, StoreCommitter
 from bamboo_ds.engine.gradients import reductions_of
-from bamboo_ds.errors import ConfigError, InfeasiblePlanError, UnsupportedFeatureError
+from bamboo_ds.errors import ConfigError, InfeasiblePlanError, PlanChangedError, UnsupportedFeatureError
 from bamboo_ds.module import BambooPipelineModule, adopt
 from bamboo_ds.module.seat import check_shape, launched_spec, refuse_late_settings
-from bamboo_ds.plan import PlanSource, StaticPlanSource
+from bamboo_ds.plan import Plan, PlanSource, StaticPlanSource
 from bamboo_ds.plan.job import JobSettings
+from bamboo_ds.plan.standby import BEFORE_ALL
 from bamboo_ds.world import Guard, World, host_agent, init_distributed, shared_settings, world_of_one
 
 _stock_initialize = deepspeed.initialize
@@ -125,50 +131,79 @@ def _engine(
     model_parameters: Any,
     **rest: Any,
 ) -> BambooPipelineEngine:
-    plan = model.plan
-    if block.pipelines is not None and block.pipelines != plan.num_pipelines:
-        raise InfeasiblePlanError(
-            f"{world.size} workers make {plan.num_pipelines} pipeline(s) of {plan.num_stages} stages, "
-            f"but bamboo.pipelines = {block.pipelines}: "
-            f"start {block.pipelines * plan.num_stages} workers or leave bamboo.pipelines out"
-        )
-    if plan.num_stages < block.min_stages:
-        raise InfeasiblePlanError(f"num_stages = {plan.num_stages} is below bamboo.min_stages = {block.min_stages}")
-    sizes, instance = resolve_batch_sizes(config, plan.num_pipelines), next(_instances)
+    _check_bounds(model.plan, block, world)
+    instance = next(_instances)
     world = _hosting(model, config, block, world, instance)
-    source: PlanSource = world.member or StaticPlanSource(plan, worker=world.worker)
+    source: PlanSource = world.member or StaticPlanSource(model.plan, worker=world.worker)
     failures = world.failures(source.current, scope=f"engine-{instance}", timeout_seconds=block.timeout_seconds)
     opened = ExitStack()
     with Guard(failures, lambda _: opened.close()):
-        source.check(model.plan)  # a plan that is replaced before there is an engine cannot be followed
-        _agree_on_settings(model, config, block, world, instance)
-        if block.redundancy != "off":
-            model.hold_redundant_layers()
-        network = Network(
-            source,
-            backing=world.store,
-            instance=instance,
-            reductions=reductions_of(model),
-            redundancy=block.redundancy != "off",
-            timeout_seconds=block.timeout_seconds,
-            alarm=failures.check,
-            address=world.address,
-        )
-        opened.callback(network.close)
+        sizes = _batch_sizes(model, config, block, world, instance)
+        connect = functools.partial(_network, model, source, block, world, instance, failures.check)
         groups = _group_count(optimizer)
-        parameters, places = with_redundant(
-            model, model_parameters=model_parameters, optimizer=optimizer, world=network.world
-        )
+        network, parameters, places = _first_place(model, source, block, connect, model_parameters, optimizer)
         _refuse_outgrown_schedule(rest["lr_scheduler"], before=groups, now=_group_count(optimizer))
+        if network is not None:
+            opened.callback(network.close)
         quiet = model.global_rank != 0
         solo = _solo_config(config, sizes, reporter=not quiet)
         with world_of_one(quiet=quiet):
             parsed = DeepSpeedConfig(solo, model.solo_grid())
         return BambooPipelineEngine(
-            model=model, bamboo=block, sizes=sizes, source=source, network=network, failures=failures,
+            model=model, bamboo=block, sizes=sizes, source=source, network=network, connect=connect, failures=failures,
             committer=_committer(network, world, instance),
             places=places, optimizer=optimizer, model_parameters=parameters, config=solo, config_class=parsed, **rest,
         )  # fmt: skip
+
+
+def _network(
+    model: BambooPipelineModule,
+    source: PlanSource,
+    block: BambooConfig,
+    world: World,
+    instance: int,
+    alarm: Callable[[], None],
+    plan: Plan,
+) -> Network:
+    """Make the links and groups of a plan in which the module has taken its place."""
+    return Network(
+        source,
+        plan=plan,
+        backing=world.store,
+        instance=instance,
+        reductions=reductions_of(model),
+        redundancy=block.redundancy != "off",
+        timeout_seconds=block.timeout_seconds,
+        alarm=alarm,
+        address=world.address,
+    )
+
+
+def _first_place(
+    model: BambooPipelineModule,
+    source: PlanSource,
+    block: BambooConfig,
+    connect: Callable[[Plan], Network],
+    model_parameters: Any,
+    optimizer: Any,
+) -> tuple[Network | None, list[Any], Places]:
+    """Take the place that the module was built for, with the redundant layers and the links that belong to it.
+
+    A worker that has no place, or whose plan is replaced meanwhile, begins with its own layers only: it waits for
+    a newer plan, in which it is sent what it lacks.
+    """
+    given = {"model_parameters": model_parameters, "optimizer": optimizer}
+    if model.plan.number != source.current().number:
+        return None, *without_redundant(model, **given)
+    if block.redundancy != "off":
+        model.hold_redundant_layers()
+    with contextlib.suppress(PlanChangedError), ExitStack() as opened:
+        network = connect(model.plan)
+        opened.callback(network.close)
+        parameters, places = with_redundant(model, world=network.world, **given)
+        opened.pop_all()
+        return network, parameters, places
+    return None, *without_redundant(model, **given)
 
 
 def _hosting(
@@ -186,21 +221,41 @@ def _hosting(
     return world
 
 
-def _agree_on_settings(
+def _check_bounds(plan: Plan, block: BambooConfig, world: World) -> None:
+    """Hold the shape of a plan against the config; in a cluster `bamboo.pipelines` is an upper bound only."""
+    wanted = block.pipelines
+    if wanted is not None and (plan.num_pipelines > wanted or (world.member is None and plan.num_pipelines != wanted)):
+        raise InfeasiblePlanError(
+            f"{world.size} workers make {plan.num_pipelines} pipeline(s) of {plan.num_stages} stages, "
+            f"but bamboo.pipelines = {wanted}: "
+            f"start {wanted * plan.num_stages} workers or leave bamboo.pipelines out"
+        )
+    if plan.num_stages < block.min_stages:
+        raise InfeasiblePlanError(f"num_stages = {plan.num_stages} is below bamboo.min_stages = {block.min_stages}")
+
+
+def _batch_sizes(
     model: BambooPipelineModule, config: dict[str, Any], block: BambooConfig, world: World, instance: int
-) -> None:
-    """In a cluster, hold this worker's config against the job's."""
+) -> BatchSizes:
+    """Return the global batch. In a cluster, hold this worker's config against the job's, which has its M already."""
     if world.member is None:
-        return
+        return resolve_batch_sizes(config, model.plan.num_pipelines)
     if model.spec is not None:
         refuse_late_settings(model.spec, block)
-    world.member.check_settings(instance, JobSettings(world.worker, shared_settings(flat_settings(config))))
+    comes_late = model.plan.epoch == BEFORE_ALL
+    ours = None if comes_late else resolve_batch_sizes(config, model.plan.num_pipelines)
+    settings = JobSettings(
+        world.worker, shared_settings(flat_settings(config)), None if ours is None else ours.micro_batches
+    )
+    told = world.member.check_settings(instance, settings).micro_batches
+    return ours or batch_sizes_of(config, told or model.plan.num_pipelines)
 
 
-def _committer(network: Network, world: World, instance: int) -> Committer:
+def _committer(network: Network | None, world: World, instance: int) -> Committer:
+    placed = cast(Network, network)  # a committer without one is given one before it is asked
     if world.member is None:
-        return ExchangeCommitter(network)
-    return StoreCommitter(network, world.member, engine=instance)
+        return ExchangeCommitter(placed)
+    return StoreCommitter(placed, world.member, engine=instance)
 
 
 def _group_count(optimizer: Any) -> int:

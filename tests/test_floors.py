@@ -19,7 +19,7 @@ FLOORS = [
     {"initialize"},
     {"engine", "simulator"},
     {"module", "schedule", "comm", "models", "checkpoint"},
-    {"world"},
+    {"world", "cloud"},
     {"elastic"},
     {"store"},
     {"plan"},
@@ -31,7 +31,7 @@ FLOORS = [
 WIRING = {"", "initialize", "initialization", "patch", "patching", "__main__"}
 """The modules of the room `initialize`, the only one that knows all others; "" is the front door, __init__.py."""
 
-PURE = {"plan", "config", "errors", "importing", "clock", "store", "elastic"}
+PURE = {"plan", "config", "errors", "importing", "clock", "store", "elastic", "cloud"}
 """Rooms that must load in well under a second: torch and deepspeed only inside a function, if at all."""
 
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from bamboo_ds.cli.bench import bench
+from bamboo_ds.cli.cloud import cloud
 from bamboo_ds.cli.options import command
 from bamboo_ds.cli.preempt import PreemptOptions, preempt
 from bamboo_ds.cli.run import run
@@ -24,6 +25,7 @@ app.command("status")(command(status, StatusOptions, name="status"))
 app.command("preempt")(command(preempt, PreemptOptions, name="preempt"))
 app.command()(schedule)
 app.add_typer(bench, name="bench")
+app.add_typer(cloud, name="cloud")
 
 
 def main() -> None:

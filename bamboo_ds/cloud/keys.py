@@ -1,4 +1,4 @@
-"""The keys of this room in the store of a job, all below `fleet/`. They outlive a run, as instances do.
+"""The keys of this room in the store of a job. Those below `fleet/` outlive a run, as instances do.
 
 ============================= ============================== ==========================================
 key                           written by                     value
@@ -7,18 +7,22 @@ fleet/keeper/<lease>          agents, under lease            name of the node; t
 fleet/ledger                  the keeper                     JSON, see `cloud.ledger`
 fleet/cost                    the keeper                     JSON, see `cloud.meter`
 fleet/nodes/<node>            its agent, under lease         JSON, see `cloud.identity`
-fleet/notices/<node>          its agent, under lease         JSON, see `cloud.notices`
+desk/leaving/<node>           its agent, under lease         JSON, see `cloud.notices`
 ============================= ============================== ==========================================
+
+The last is on the coordinator's desk (`elastic.keys`): it is to hear of it at once.
 """
 
 from __future__ import annotations
+
+from bamboo_ds.elastic.keys import DESK
 
 FLEET = "fleet/"
 KEEPER = f"{FLEET}keeper"
 LEDGER = f"{FLEET}ledger"
 COST = f"{FLEET}cost"
 NODES = f"{FLEET}nodes/"
-NOTICES = f"{FLEET}notices/"
+LEAVING = f"{DESK}leaving/"
 
 
 def node(name: str) -> str:
@@ -26,6 +30,6 @@ def node(name: str) -> str:
     return f"{NODES}{name}"
 
 
-def notice(name: str) -> str:
+def leaving(name: str) -> str:
     """Return the key that says that a node will be taken away."""
-    return f"{NOTICES}{name}"
+    return f"{LEAVING}{name}"

@@ -3,6 +3,19 @@
 from bamboo_ds.comm.groups import Group, SeatGroup
 from bamboo_ds.comm.links import Message, make_message
 from bamboo_ds.comm.network import Network
+from bamboo_ds.comm.transfer import Courier, Parcel
 from bamboo_ds.comm.wire import Address, Header, Kind, TensorMeta
 
-__all__ = ["Address", "Group", "Header", "Kind", "Message", "Network", "SeatGroup", "TensorMeta", "make_message"]
+__all__ = [
+    "Address",
+    "Courier",
+    "Group",
+    "Header",
+    "Kind",
+    "Message",
+    "Network",
+    "Parcel",
+    "SeatGroup",
+    "TensorMeta",
+    "make_message",
+]

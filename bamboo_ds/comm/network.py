@@ -24,6 +24,7 @@ from datetime import timedelta
 from bamboo_ds.comm.groups import Group, GroupFactory, SeatGroup
 from bamboo_ds.comm.links import Held, InboundLink, Message, OutboundLink
 from bamboo_ds.comm.rendezvous import KeyValue, keys_below
+from bamboo_ds.comm.transfer import Courier, Parcel
 from bamboo_ds.comm.waits import Waits
 from bamboo_ds.comm.wire import Kind
 from bamboo_ds.elastic import keys
@@ -53,7 +54,8 @@ class Network:
     """What a worker sends and reduces through.
 
     Args:
-        source: of the plan. It hears of broken links.
+        source: hears of broken links, and knows whether the plan is still the newest.
+        plan: in which this worker has a place.
         backing: the store through which groups form.
         instance: distinguishes engines of one process.
         reductions: the gradient groups by name: the stages whose holders reduce together (one stage, or all that
@@ -74,6 +76,7 @@ class Network:
         self,
         source: PlanSource,
         *,
+        plan: Plan,
         backing: KeyValue,
         instance: int,
         reductions: Mapping[str, frozenset[int]],
@@ -82,7 +85,7 @@ class Network:
         alarm: Callable[[], None] = lambda: None,
         address: str = "",
     ) -> None:
-        self.plan, self._source, self._alarm = source.current(), source, alarm
+        self.plan, self._source, self._alarm = plan, source, alarm
         self.pipeline_id = self.plan.place(source.worker).pipeline
         self._backing, self._scope, self._address = backing, f"engine-{instance}", address
         self._stages, self._redundancy = reductions, redundancy
@@ -141,6 +144,10 @@ class Network:
         groups = self._factory.seated({f"reduce-{name}": told for name, told in missing.items()})
         for (name, told), group in zip(missing.items(), groups, strict=True):
             self._reductions[name] = told, group
+
+    def carry(self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int]) -> dict[int, list[Parcel]]:
+        """Send and receive state; see `Courier.carry`."""
+        return Courier(self._factory, waits=self._waits, name="state").carry(outgoing, incoming)
 
     def held(self, stage: int, *, step: int) -> int:
         """Return how many activations of a step the receiver of a stage's outputs had when the link was made."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as torch_distributed
 
 from bamboo_ds.comm.groups import Group, GroupFactory, peer_errors
 from bamboo_ds.comm.waits import Waits
 
 _ALIGNMENT = 16  # of a tensor in the run of bytes: every dtype may be viewed there
-_TAG = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,20 @@ class Courier:
         return Parcel(name=description["name"], values=description["values"], tensors=tensors)
 
     def _put(self, group: Group, tensor: torch.Tensor) -> None:
-        with peer_errors(group.name, group.members, self._waits):
-            self._waits.finish(group.handle.send([tensor], 1 - group.rank, _TAG))
+        self._pass(group, tensor, root=group.rank)
 
     def _take(self, group: Group, dtype: torch.dtype, count: int) -> torch.Tensor:
         room = torch.empty(count, dtype=dtype)
         if count:
-            with peer_errors(group.name, group.members, self._waits):
-                self._waits.finish(group.handle.recv([room], 1 - group.rank, _TAG))
+            self._pass(group, room, root=1 - group.rank)
         return room
+
+    def _pass(self, group: Group, tensor: torch.Tensor, *, root: int) -> None:
+        """Pass a tensor from one end to the other: by a broadcast, as gloo lets nobody wait for a send in Python."""
+        options = torch_distributed.BroadcastOptions()
+        options.rootRank, options.timeout = root, self._waits.timeout
+        with peer_errors(group.name, group.members, self._waits):
+            self._waits.finish(group.handle.broadcast([tensor], options))
 
 
 def _run_all(tasks: Sequence[Callable[[], None]]) -> None:

@@ -5,7 +5,7 @@ works out the global batch, ``solo`` writes the config DeepSpeed itself is given
 to be imported, so a bad config is reported in well under a second.
 """
 
-from bamboo_ds.config.batch import BatchSizes, resolve_batch_sizes
+from bamboo_ds.config.batch import BatchSizes, batch_sizes_of, resolve_batch_sizes
 from bamboo_ds.config.block import BambooConfig, Fault, Redundancy, bamboo_block
 from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.config.keys import flat_settings
@@ -21,6 +21,7 @@ __all__ = [
     "Precision",
     "Redundancy",
     "bamboo_block",
+    "batch_sizes_of",
     "check_supported",
     "early_config",
     "flat_settings",

@@ -60,6 +60,22 @@ def resolve_batch_sizes(config: Config, pipelines: int) -> BatchSizes:
     return _with_work_for_all(sizes, pipelines)
 
 
+def batch_sizes_of(config: Config, micro_batches: int) -> BatchSizes:
+    """Return the sizes in a job that has begun with M micro-batches, however many pipelines there are by now.
+
+    Raises:
+        ConfigError: the config is of another batch.
+    """
+    train, micro = _positive(config, TRAIN), _positive(config, MICRO)
+    if micro is None:
+        micro = _divide(train or 0, micro_batches, called=f"the {micro_batches} micro-batches of the job")
+    if train is not None and train != micro * micro_batches:
+        raise ConfigError(
+            f"{TRAIN} ({train}) is not {MICRO} ({micro}) x the {micro_batches} micro-batches that the job began with"
+        )
+    return BatchSizes(micro * micro_batches, micro, micro_batches)
+
+
 def _positive(config: Config, key: str) -> int | None:
     value = value_at(config, key)
     if value is None:

@@ -6,11 +6,13 @@ An unknown key is an error, never ignored: a misspelt ``redundency`` would train
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from bamboo_ds.config.checkpoint import CheckpointConfig
+from bamboo_ds.config.data import DataConfig
 from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.config.keys import Config, did_you_mean, show
 from bamboo_ds.errors import ConfigError
@@ -62,6 +64,10 @@ class BambooConfig(BaseModel):
     min_stages: int = Field(default=1, ge=1)
     """Fewest stages a pipeline may shrink to: what one worker's memory still holds sets it."""
 
+    layer_costs: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(default=(), strict=False)
+    """Time of forward and backward of each layer, in any unit: stages are cut so that they take equally long. Absent:
+    the module's ``partition_method`` cuts."""
+
     redundancy: Redundancy = "fit"
     """When the redundant forward (FRC) runs.
 
@@ -77,6 +83,12 @@ class BambooConfig(BaseModel):
 
     timeout_seconds: float = Field(default=300.0, gt=0, le=WEEK_SECONDS, allow_inf_nan=False)
     """Longest time any wait for another worker may last. It must exceed the longest step of one stage."""
+
+    data: DataConfig = DataConfig()
+    """How ``training_data`` is read."""
+
+    checkpoint: CheckpointConfig | None = None
+    """Where checkpoints are written by themselves, and how often; absent: not at all."""
 
     etcd: EtcdConfig | None = None
     """Where the job's etcd is, for jobs started by a stock launcher (``deepspeed``, ``torchrun``, ``srun``): each
@@ -134,7 +146,12 @@ def _explain_unknown(key: str, place: tuple[int | str, ...]) -> str:
 
 def _model_at(place: tuple[int | str, ...]) -> type[BaseModel]:
     """Return the model of the object at a place in the block."""
-    models: dict[str, type[BaseModel]] = {"etcd": EtcdConfig, "fault_injection": Fault}
+    models: dict[str, type[BaseModel]] = {
+        "checkpoint": CheckpointConfig,
+        "data": DataConfig,
+        "etcd": EtcdConfig,
+        "fault_injection": Fault,
+    }
     return models.get(str(place[0]), BambooConfig) if place else BambooConfig
 
 

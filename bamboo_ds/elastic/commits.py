@@ -3,6 +3,9 @@
 It names the plan that was voted under, so that it fails if that is no longer the plan; it writes the outcome and takes
 away the ballots and the outcome before it. A pipeline that votes for the next commit has taken in the one before, all
 of its workers, so nobody waits for that any more.
+
+With the decision on a step goes word of whether another epoch would be better; then all meet once more, when they are
+about to train, and the answer to that round comes with the new plan in one transaction.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from bamboo_ds.elastic import keys
 from bamboo_ds.elastic.pen import Pen
@@ -18,6 +22,7 @@ from bamboo_ds.errors import StoreUnavailableError
 from bamboo_ds.plan.codec import decode, encode
 from bamboo_ds.plan.commit import Ballot, Decision, settle
 from bamboo_ds.plan.plan import Plan
+from bamboo_ds.plan.policy import PlanDecision
 from bamboo_ds.store import ABSENT, Delete, DeletePrefix, Put, Store, Unchanged, Write
 
 __all__ = ["Commits"]
@@ -32,14 +37,28 @@ class Commits:
         store: of the job.
         view: what is in it.
         pen: of the coordinator.
+        reshape: returns what the policy says of a new epoch, with its plan if there should be one.
         on_vote: is told how many seconds each commit took, from the first ballot heard to the decision written.
+
+    Attributes:
+        step_seconds: of late; None while it is unknown.
     """
 
-    def __init__(self, store: Store, *, view: View, pen: Pen, on_vote: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        view: View,
+        pen: Pen,
+        reshape: Callable[[], PlanDecision],
+        on_vote: Callable[[float], None] | None = None,
+    ) -> None:
         self._clock, self._view, self._pen, self._on_vote = store.clock, view, pen, on_vote
+        self._reshape = reshape
         self._number: tuple[int, int] | None = None
         self._engines: set[int] = set()
         self._progress_at, self._steps = -math.inf, 0
+        self.step_seconds: float | None = None
 
     def settle(self, plan: Plan) -> bool:
         """Decide every commit whose ballots under a plan are all there; return whether there was one.
@@ -65,21 +84,45 @@ class Commits:
         return len(ballots) >= plan.num_pipelines and all(d in ballots for d in range(plan.num_pipelines))
 
     def _decide(self, plan: Plan, engine: int, commit: int, box: Box) -> None:
-        ballots = box.ballots[keys.dotted(plan.number)]
-        outcome = settle(decode(Ballot, ballots[pipeline]) for pipeline in range(plan.num_pipelines))
-        key = keys.decision(engine, commit)
+        told = box.ballots[keys.dotted(plan.number)]
+        ballots = [decode(Ballot, told[pipeline]) for pipeline in range(plan.num_pipelines)]
+        outcome, key = settle(ballots), keys.decision(engine, commit)
+        change = self._change(plan, engine, stepped=outcome.decision is not None, boundary=ballots[0].boundary)
+        if change is not None and outcome.decision is not None:
+            outcome = replace(outcome, decision=replace(outcome.decision, reshape=True))
+        after = change.plan if change is not None and ballots[0].boundary else None
         self._pen.write(
-            [Unchanged(keys.PLAN, self._view.revision(keys.PLAN)), Unchanged(key, ABSENT)],
-            [Put(key, encode(outcome)), *self._old(plan, engine, commit)],
+            [*self._conditions(after is not None), Unchanged(key, ABSENT)],
+            [Put(key, encode(outcome)), *self._settled(plan), *self._old(plan, engine, commit), *_new_plan(after)],
         )
         self._view.forget_votes(engine, commit)
         self._engines.add(engine)
         self._pen.did("decision", f"{engine}/{commit}")
+        if change is not None and after is not None:
+            self._pen.tell("reconfigure", change.reason, plan=keys.dotted(after.number), action=change.action.value)
         seconds = self._clock.now() - box.heard_at
         if self._on_vote is not None:
             self._on_vote(seconds)
         if outcome.decision is not None:
             self._report(outcome.decision, engine, seconds)
+
+    def _change(self, plan: Plan, engine: int, *, stepped: bool, boundary: bool) -> PlanDecision | None:
+        """Return the new epoch that there should be, if this round may say so. Only a script of one engine moves."""
+        if not (stepped or boundary) or self._engines - {engine} or self._view.settled < plan.epoch:
+            return None
+        decision = self._reshape()
+        return decision if decision.plan is not None else None
+
+    def _conditions(self, changes_plan: bool) -> list[Unchanged]:
+        conditions = [Unchanged(keys.PLAN, self._view.revision(keys.PLAN))]
+        if changes_plan:
+            conditions += [Unchanged(keys.failure("job"), ABSENT), Unchanged(keys.FINISHED, ABSENT)]
+        return conditions
+
+    def _settled(self, plan: Plan) -> Iterable[Write]:
+        """Yield the note that all workers of this epoch have their layers, at its first decision."""
+        if self._view.settled < plan.epoch:
+            yield Put(keys.SETTLED, str(plan.epoch).encode())
 
     def _old(self, plan: Plan, engine: int, commit: int) -> Iterable[Write]:
         """Yield what goes with a decision. All groups of this engine have formed: they have summed its gradients."""
@@ -97,6 +140,7 @@ class Commits:
         if elapsed < _PROGRESS_SECONDS:
             return
         step_seconds = elapsed / self._steps if math.isfinite(elapsed) and elapsed > 0 else None
+        self.step_seconds = step_seconds
         size = self._batch_size(engine)
         progress = {
             "step": decision.step + 1,
@@ -119,3 +163,7 @@ class Commits:
         except ValueError:
             return None
         return size if isinstance(size, int) else None
+
+
+def _new_plan(plan: Plan | None) -> list[Write]:
+    return [] if plan is None else [Put(keys.PLAN, encode(plan))]

@@ -36,7 +36,8 @@ from bamboo_ds.plan.codec import encode
 from bamboo_ds.plan.job import JobSpec, Roster
 from bamboo_ds.plan.membership import Cause, Evidence, Loss, judge
 from bamboo_ds.plan.plan import Plan
-from bamboo_ds.plan.policy import Action, Boundary, Event, Joined, Launched, Lost, decide
+from bamboo_ds.plan.policy import Action, Boundary, Event, Joined, Launched, Lost, PlanDecision, decide
+from bamboo_ds.plan.reshape import Costs
 from bamboo_ds.plan.roster import StartRule, close_roster
 from bamboo_ds.store import ABSENT, Fence, Put, Store, Unchanged
 
@@ -93,7 +94,8 @@ class Coordinator:
         self._store, self._view, self._fence = store, view, fence
         self._settings, self._hearing, self._clock = settings, hearing, store.clock
         self._pen = Pen(store, view=view, fence=fence, node=node, wall_nanoseconds=wall_nanoseconds)
-        self._commits = Commits(store, view=view, pen=self._pen, on_vote=on_vote)
+        self._commits = Commits(store, view=view, pen=self._pen, reshape=self._reshape, on_vote=on_vote)
+        self._advice: tuple[tuple[int, tuple[int, int]], PlanDecision] | None = None
         self._housekeeping = Housekeeping(store, view=view, fence=fence, keep_seconds=settings.keep_seconds)
         self._in_doubt = False
         self._seen_version, self._look_at = -1, math.inf
@@ -240,11 +242,11 @@ class Coordinator:
         reports = [report for report in self._view.reports(plan.number) if not self._is_about_left(report)]
         losses, unclear = self._judge(plan, spec, reports)
         if losses:
-            self._lose(spec, losses)
+            self._lose(spec, plan, losses)
         elif self._finish(plan.workers):
             return
         elif plan.aborted and not unclear:
-            self._decide(self._cluster(spec.bounds, only=self._view.present), Boundary())
+            self._decide(self._cluster(self._bounds(spec), only=self._view.present), Boundary())
         elif reports and not plan.aborted:
             self._call_the_roll(reports)
 
@@ -267,12 +269,37 @@ class Coordinator:
         self._look_again_in(self._hearing.seconds_to_certainty)
         return tuple(loss for loss in losses if loss.cause is not Cause.LEASE), True
 
-    def _lose(self, spec: JobSpec, losses: tuple[Loss, ...]) -> None:
-        if self._decide(self._cluster(spec.bounds), Lost(losses)):
+    def _lose(self, spec: JobSpec, plan: Plan, losses: tuple[Loss, ...]) -> None:
+        settled = plan.epoch <= self._view.settled
+        if self._decide(self._cluster(spec.bounds), Lost(losses, settled=settled)):
             for loss in losses:
                 if loss.cause is Cause.EVICTED:
                     node = self._view.registered.get(loss.worker, "")
                     self._pen.tell("evicted", loss.reason, about=node, workers=[loss.worker])
+
+    def _reshape(self) -> PlanDecision:
+        """Return what the policy says of a new epoch at a boundary; thought over when something has changed."""
+        view = self._view
+        plan, spec = view.plan, view.spec
+        if plan is None or spec is None or not view.left.keys().isdisjoint(plan.workers):
+            return PlanDecision(Action.KEEP, "the job ends")
+        seen = view.version, plan.number
+        if self._advice is None or self._advice[0] != seen:
+            cluster = self._cluster(self._bounds(spec), only=view.present)
+            self._advice = seen, decide(cluster, plan, Boundary(costs=self._costs()))
+        return self._advice[1]
+
+    def _costs(self) -> Costs:
+        return Costs(step_seconds=self._commits.step_seconds)
+
+    def _bounds(self, spec: JobSpec) -> Bounds:
+        """Return what the job allows: no pipeline may be without work, and how much there is the engine knows."""
+        settings, bounds = self._view.settings(0), spec.bounds
+        micro_batches = None if settings is None else settings.micro_batches
+        if micro_batches is None:
+            return bounds
+        most = micro_batches if bounds.pipelines is None else min(bounds.pipelines, micro_batches)
+        return replace(bounds, pipelines=most, model=replace(bounds.model, micro_batches=micro_batches))
 
     def _call_the_roll(self, reports: list[Report]) -> None:
         """Ask all workers to answer, once for each set of reports. Only what is answered afterwards counts."""

@@ -11,12 +11,13 @@ board/plan                                                coordinator           
 board/roster                                              coordinator             Roster, once
 board/decision/<engine>/<number>                          coordinator             Outcome
 board/roll                                                coordinator             a number: workers answer with it
+board/settled                                             coordinator             the newest epoch with a decision
 board/finished                                            coordinator             why the job is over
 board/spec, board/settings/<engine>                       the first worker        JobSpec, JobSettings
 board/failure/<scope>                                     the first that fails    JSON of `world.failure.Failure`
 board/preempt/<node>                                      a person, a bench       kill, term, stop or cut
 desk/nodes/<node>                                         its agent, under lease  Node
-desk/ready/<worker>                                       the worker              text of its node's name
+desk/ready/<worker>                                       the worker              its node: it can be given a stage
 desk/ended/<worker>                                       its agent               JSON {"signal": ..., "reason": ...}
 desk/left/<worker>                                        the worker              its script has ended in order
 desk/suspects/<epoch>.<version>/<reporter>-<suspect>      a worker                LinkReport
@@ -40,6 +41,7 @@ BOARD = "board/"
 PLAN = f"{BOARD}plan"
 ROSTER = f"{BOARD}roster"
 ROLL = f"{BOARD}roll"
+SETTLED = f"{BOARD}settled"
 FINISHED = f"{BOARD}finished"
 SPEC = f"{BOARD}spec"
 DECISIONS = f"{BOARD}decision/"

@@ -35,7 +35,8 @@ from bamboo_ds.plan.cluster import Node
 from bamboo_ds.plan.commit import Ballot, Outcome
 from bamboo_ds.plan.job import JobSettings, JobSpec, Roster
 from bamboo_ds.plan.membership import LinkReport
-from bamboo_ds.store import ABSENT, Condition, Put, Store, Unchanged
+from bamboo_ds.plan.standby import stand_in
+from bamboo_ds.store import ABSENT, Condition, Delete, Put, Store, Unchanged
 
 __all__ = ["JOB", "NO_PLAN", "Member"]
 
@@ -82,7 +83,7 @@ class Member:
     ) -> None:
         self.store, self._worker, self.node, self._conditions = store, worker, node, tuple(conditions)
         self._events = EventLog(store, node=node)
-        self._seated, self._refused = False, False
+        self._seated, self._alone, self._refused = False, False, False
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._reported: set[tuple[tuple[int, int], int]] = set()
@@ -122,12 +123,17 @@ class Member:
         """Return among whom this worker has its rank: a number, and ids of workers in ascending order.
 
         Those of the roster until this worker has taken its seat, whatever the others do meanwhile; of the newest plan
-        afterwards.
+        afterwards. To one that came too late for the roster, and has no seat, it is as if it had one already.
         """
         news = self._board.news
-        if self._seated and news.plan is not None:
-            return news.plan.number, news.plan.workers
+        if (self._seated or self._alone) and news.plan is not None:
+            return news.plan.number, tuple(sorted({*news.plan.workers, self._worker}))
         return NO_PLAN, () if news.roster is None else news.roster.workers
+
+    @property
+    def alone(self) -> bool:
+        """Whether this worker has no seat although the others train: nobody answers its script's collectives."""
+        return self._alone
 
     def failure(self, scope: str = JOB) -> bytes | None:
         """Return the first failure of a scope, as written; None while there is none."""
@@ -203,7 +209,9 @@ class Member:
         self._insist(lambda: self._put(keys.ready(self._worker), self.node.encode()))
 
     def await_roster(self, *, timeout_seconds: float | None = None) -> Roster:
-        """Wait until this worker may begin: it is in the roster, or else a plan has come that has a place for it.
+        """Wait until this worker may begin: it is in the roster, or the others have begun without it.
+
+        In the latter case it is not ready any more: it first makes its engine, then it stands by (`await_place`).
 
         Returns:
             The workers among whom this one has its rank.
@@ -217,19 +225,48 @@ class Member:
             self._end_if_evicted(news)
             if news.roster is not None and self._worker in news.roster.workers:
                 return news.roster
-            if news.plan is not None and self._worker in news.plan.workers:
-                self._seated = True
-                return Roster(news.plan.workers, news.plan.cause)
+            if news.roster is not None and news.plan is not None:
+                return Roster(tuple(sorted({*news.plan.workers, self._worker})), news.plan.cause)
             return None
 
-        return self._wait(ready, timeout_seconds, "the roster of the job, or a place in its plan,")
+        roster = self._wait(ready, timeout_seconds, "the roster of the job, or its first plan,")
+        known = self._board.news.roster
+        if known is not None and self._worker not in known.workers:
+            self._withdraw()
+        return roster
+
+    def _withdraw(self) -> None:
+        """Say that this worker cannot be given a stage: the others would wait while it makes its engine."""
+        self._alone = True
+        self._insist(lambda: self.store.transact(self._conditions, [Delete(keys.ready(self._worker))]))
+
+    def await_place(self, plan: Plan) -> None:
+        """Say that this worker can be given a stage, and wait for a newer plan than `plan`, whatever is in it.
+
+        Raises:
+            SystemExit: the job has finished, and this worker was not needed any more.
+            EvictedError, PeerLostError, StoreUnavailableError: as for `check`.
+        """
+        if self._worker not in plan.workers:
+            self._seated, self._alone = False, True
+            self.join()
+
+        def ready(news: News) -> Plan | None:
+            self._end_if_evicted(news)
+            return news.plan if news.plan is not None and news.plan.number > plan.number else None
+
+        if self._worker in self._wait(ready, None, "a newer plan").workers:
+            self._seated, self._alone = True, False
 
     def take_seat(self, spec: JobSpec, *, timeout_seconds: float | None = None) -> Plan:
-        """Agree with the others on the job, and wait for a plan that has a place for this worker.
+        """Agree with the others on the job, and wait for its plan.
 
         Args:
             spec: this worker's view of the job. The first to come publishes it for all.
             timeout_seconds: how long to wait for the plan; None for as long as the job goes on.
+
+        Returns:
+            The plan. If it has no place for this worker, what it would be with one (`plan.standby.stand_in`).
 
         Raises:
             RefusedError: the job is another one; the message names what differs. The cluster goes on without this
@@ -241,22 +278,25 @@ class Member:
 
         def ready(news: News) -> Plan | None:
             self._end_if_evicted(news)
-            return news.plan if news.plan is not None and self._worker in news.plan.workers else None
+            return news.plan
 
-        plan = self._wait(ready, timeout_seconds, "a place in the plan of the job")
+        plan = self._wait(ready, timeout_seconds, "the plan of the job")
+        if self._worker not in plan.workers or self._alone:
+            self._withdraw()
+            return stand_in(plan, self._worker)
         self._seated = True
         return plan
 
-    def check_settings(self, engine: int, settings: JobSettings) -> None:
-        """Agree with the others on the config of an engine.
+    def check_settings(self, engine: int, settings: JobSettings) -> JobSettings:
+        """Agree with the others on the config of an engine; return what the first has published.
 
         Raises:
             RefusedError: the others' differs; the message names the first key.
         """
-        self._agree(keys.settings(engine), settings)
+        return self._agree(keys.settings(engine), settings)
 
-    def _agree(self, key: str, ours: Agreement) -> None:
-        """Publish what all must agree on, or hold ours against what the first has published."""
+    def _agree(self, key: str, ours: Agreement) -> Agreement:
+        """Publish what all must agree on, or hold ours against what the first has published; return that."""
         value = self._insist(lambda: self._first(key, codec.encode(ours)))
         theirs = codec.decode(type(ours), value)
         try:
@@ -264,6 +304,7 @@ class Member:
         except ConfigError as error:
             self.refuse(str(error))
             raise RefusedError(f"worker {self._worker} is refused: {error}") from None
+        return theirs
 
     # ---- speaking ----------------------------------------------------------------------------------------------
 

@@ -177,6 +177,11 @@ class View:
         return int(self._board[keys.ROLL][0]) if keys.ROLL in self._board else 0
 
     @property
+    def settled(self) -> int:
+        """The newest epoch in which a round was decided, so all of its workers have their layers; -1 if none was."""
+        return int(self._board[keys.SETTLED][0]) if keys.SETTLED in self._board else -1
+
+    @property
     def over(self) -> bool:
         """Whether the job has failed or finished."""
         return keys.FINISHED in self._board or keys.failure("job") in self._board

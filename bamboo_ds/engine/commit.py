@@ -23,15 +23,32 @@ class Committer(Protocol):
         """Cast the votes of this worker's stages, wait for those of the others and return the decision."""
         ...
 
-    def share(self, row: str) -> list[str]:
+    def share(self, row: str, *, boundary: bool = False) -> list[str]:
         """Return the rows of all workers, in some order that all see alike; a worker that has none gives an empty one.
 
         Empty rows are left out.
+
+        Args:
+            row: of this worker.
+            boundary: whether another epoch may begin with the answer; see `Ballot`.
         """
         ...
 
     def decided(self) -> bool:
         """Return whether the answer of the running round is there although this worker has not taken it yet."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds have been decided."""
+        ...
+
+    def catch_up(self, rounds: int) -> None:
+        """Go on from the round at which the others are."""
+        ...
+
+    def follow(self, network: Network) -> None:
+        """Ask the workers of another network from now on: a new epoch has begun."""
         ...
 
 
@@ -43,6 +60,14 @@ class ExchangeCommitter:
     """
 
     def __init__(self, network: Network) -> None:
+        self._network, self.rounds = network, 0
+
+    def catch_up(self, rounds: int) -> None:
+        """Count from there on."""
+        self.rounds = rounds
+
+    def follow(self, network: Network) -> None:
+        """Ask the workers of another network from now on."""
         self._network = network
 
     def decide(self, votes: Sequence[Vote], *, loss_scale: float = 1.0) -> Decision:
@@ -54,12 +79,14 @@ class ExchangeCommitter:
         """
         ballots = [codec.decode(Ballot, row) for row in self._network.world.gather_bytes(_ballot(votes, loss_scale))]
         cast = [vote for ballot in ballots for vote in ballot.votes]
+        self.rounds += 1
         if len(steps := {vote.step for vote in cast}) > 1:
             raise ScheduleError(f"workers vote on different steps: {sorted(steps)}")
         return tally(cast, loss_scale=loss_scale)
 
-    def share(self, row: str) -> list[str]:
+    def share(self, row: str, *, boundary: bool = False) -> list[str]:
         """Exchange rows."""
+        self.rounds += 1
         return [other.decode() for other in self._network.world.gather_bytes(row.encode()) if other]
 
     def decided(self) -> bool:
@@ -93,7 +120,15 @@ class StoreCommitter:
     """
 
     def __init__(self, network: Network, polls: Polling, *, engine: int) -> None:
-        self._network, self._polls, self._engine, self._number = network, polls, engine, 0
+        self._network, self._polls, self._engine, self.rounds = network, polls, engine, 0
+
+    def catch_up(self, rounds: int) -> None:
+        """Count from there on."""
+        self.rounds = rounds
+
+    def follow(self, network: Network) -> None:
+        """Gather among the workers of another network from now on."""
+        self._network = network
 
     def decide(self, votes: Sequence[Vote], *, loss_scale: float = 1.0) -> Decision:
         """Vote and wait.
@@ -107,24 +142,24 @@ class StoreCommitter:
             raise NonFiniteLossError(outcome.refusal)
         return outcome.decision
 
-    def share(self, row: str) -> list[str]:
+    def share(self, row: str, *, boundary: bool = False) -> list[str]:
         """Hand in a row and wait for those of all.
 
         Raises:
             PlanChangedError: as for `decide`.
         """
-        return list(self._outcome(Ballot(votes=(), rows=(row,) if row else ())).rows)
+        return list(self._outcome(Ballot(votes=(), rows=(row,) if row else (), boundary=boundary)).rows)
 
     def decided(self) -> bool:
         """Return whether the coordinator has answered."""
-        return self._polls.outcome(self._engine, self._number) is not None
+        return self._polls.outcome(self._engine, self.rounds) is not None
 
     def _outcome(self, ballot: Ballot) -> Outcome:
-        outcome = self._polls.outcome(self._engine, self._number)
+        outcome = self._polls.outcome(self._engine, self.rounds)
         if outcome is None:
             self._cast(ballot)
-            outcome = self._polls.await_outcome(self._engine, self._number, self._network.plan)
-        self._number += 1
+            outcome = self._polls.await_outcome(self._engine, self.rounds, self._network.plan)
+        self.rounds += 1
         return outcome
 
     def _cast(self, ballot: Ballot) -> None:
@@ -137,8 +172,9 @@ class StoreCommitter:
                 votes=tuple(vote for one in ballots for vote in one.votes),
                 loss_scale=ballot.loss_scale,
                 rows=tuple(row for one in ballots for row in one.rows),
+                boundary=ballot.boundary,
             )
-            self._polls.vote(self._engine, self._number, self._network.pipeline_id, whole, plan=self._network.plan)
+            self._polls.vote(self._engine, self.rounds, self._network.pipeline_id, whole, plan=self._network.plan)
 
 
 def _ballot(votes: Sequence[Vote], loss_scale: float) -> bytes:

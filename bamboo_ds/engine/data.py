@@ -11,11 +11,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from bamboo_ds.engine.state import Value
 from bamboo_ds.errors import ConfigError, DataExhaustedError, DataMismatchError
@@ -146,71 +144,3 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _flat(part)
-
-
-class ShareSampler(Sampler[list[int]]):
-    """Yields, without end, the sample indices of one pipeline's micro-batches.
-
-    The training data is one endless stream (the dataset over and over); step t takes the next `train_batch_size`
-    samples of it, and micro-batch g of the global batch a fixed slice of those. So
-    the samples of a step do not depend on how many pipelines share them.
-
-    Args:
-        length: samples in the dataset.
-        first: samples consumed before.
-        micro_batch_size: samples per micro-batch.
-        micro_batches: M of the global batch.
-        share: indices in the global batch of this pipeline's micro-batches.
-    """
-
-    def __init__(self, *, length: int, first: int, micro_batch_size: int, micro_batches: int, share: range) -> None:
-        self._length, self._first, self._share = length, first, share
-        self._size, self._count = micro_batch_size, micro_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        position = self._first
-        while True:
-            for index in self._share:
-                start = position + index * self._size
-                yield [sample % self._length for sample in range(start, start + self._size)]
-            position += self._count * self._size
-
-
-def share_loader(
-    dataset: Dataset[Any],
-    *,
-    first: int,
-    micro_batch_size: int,
-    micro_batches: int,
-    share: range,
-    collate_fn: Callable[..., Any] | None,
-) -> DataLoader[Any]:
-    """Return the loader of one pipeline's share of a map-style dataset.
-
-    Raises:
-        ConfigError: the dataset is empty, or of the iterable style (use `iterable_share`).
-    """
-    length = len(dataset)  # type: ignore[arg-type]
-    if length == 0:
-        raise ConfigError("training_data is empty")
-    sampler = ShareSampler(
-        length=length, first=first, micro_batch_size=micro_batch_size, micro_batches=micro_batches, share=share
-    )
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn)
-
-
-def iterable_share(
-    dataset: IterableDataset[Any],
-    *,
-    micro_batch_size: int,
-    micro_batches: int,
-    share: range,
-    collate_fn: Callable[..., Any] | None,
-) -> Iterator[Any]:
-    """Yield one pipeline's share of an iterable dataset, which every pipeline reads as a whole."""
-    stream = iter(DataLoader(dataset, batch_size=micro_batch_size, collate_fn=collate_fn, drop_last=True))
-    while True:
-        whole = list(islice(stream, micro_batches))
-        if not whole:
-            return
-        yield from (whole[index] for index in share if index < len(whole))

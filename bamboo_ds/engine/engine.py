@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_GLOBAL_TIMER, STEP_MICRO_TIMER
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from bamboo_ds.comm import Network
 from bamboo_ds.config import BambooConfig, BatchSizes, gradient_clipping
 from bamboo_ds.engine.checkpointing import Checkpointing
 from bamboo_ds.engine.clock import OperationClock, follow
 from bamboo_ds.engine.commit import Committer
-from bamboo_ds.engine.data import StepBatches, iterable_share, share_loader
+from bamboo_ds.engine.data import StepBatches
 from bamboo_ds.engine.execution import EXECUTION_MAP
+from bamboo_ds.engine.failover import Work
 from bamboo_ds.engine.faults import FaultInjector
 from bamboo_ds.engine.gradients import GradientReducer, Replicas
+from bamboo_ds.engine.loading import TrainingData
 from bamboo_ds.engine.parameters import Places
 from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, loss_scaler, target_of
+from bamboo_ds.engine.sampler import Position, Share
 from bamboo_ds.engine.state import Statistics, StepState
 from bamboo_ds.engine.swap import ActivationSwap
 from bamboo_ds.errors import ConfigError, EngineStoppedError
 from bamboo_ds.module import BambooPipelineModule, untouched_randomness
-from bamboo_ds.plan import Decision, PlanSource, Vote
+from bamboo_ds.plan import Decision, Plan, PlanSource, Vote
 from bamboo_ds.schedule import (
     BambooInferenceSchedule,
     BambooTrainSchedule,
@@ -54,7 +57,8 @@ class BambooPipelineEngine(Checkpointing):
         sizes: the global batch.
         source: where plans come from.
         committer: how workers agree.
-        network: links and groups of the current plan.
+        network: links and groups of the plan; None on a worker that waits for a place.
+        connect: makes those of a plan.
         failures: where workers say why they fail.
         places: where the redundant parameters are in the optimizer.
         training_data: as given to `initialize`.
@@ -64,6 +68,8 @@ class BambooPipelineEngine(Checkpointing):
 
     training_data: Any
     training_dataloader: DataLoader[Any] | None
+    _position: Position | None
+    """Where training is in the training data, until those are opened there."""
 
     def __init__(
         self,
@@ -73,17 +79,17 @@ class BambooPipelineEngine(Checkpointing):
         sizes: BatchSizes,
         source: PlanSource,
         committer: Committer,
-        network: Network,
+        network: Network | None,
+        connect: Callable[[Plan], Network],
         failures: Failures,
         places: Places,
         training_data: Any = None,
         collate_fn: Callable[..., Any] | None = None,
         **engine_arguments: Any,
     ) -> None:
-        self.bamboo, self.plan, self.network = bamboo, source.current(), network
+        self.bamboo, self.plan, self.network, self._connect = bamboo, model.plan, cast(Network, network), connect
         self._source, self._failures, self._stopped = source, failures, ""
         self._places, self._seed, self._committer = places, bamboo.seed, committer
-        place = self.plan.place(source.worker)
         solo = model.solo_grid()
         model._grid = solo
         try:
@@ -91,56 +97,71 @@ class BambooPipelineEngine(Checkpointing):
                 super().__init__(model=model, mpu=solo, training_data=None, collate_fn=collate_fn, **engine_arguments)
         finally:
             model.answer_truly()
-        self._faults = FaultInjector(bamboo.fault_injection, worker=source.worker, home=place)
-        self._take_place(place.pipeline, sizes)
-        self._prepare()
-        self._set_training_data(training_data)
+        self._prepare(sizes.micro_batches)
+        self._take_place(self.plan)
+        with self._guarded():
+            self._begin()
+        self._set_training_data(training_data, position=self._position)
+        self._position = None
         close_at_exit(self)
 
     # ---- construction ------------------------------------------------------------------------------------------
 
-    def _take_place(self, pipeline: int, sizes: BatchSizes) -> None:
-        """Adopt the plan: what DeepSpeed believed of its world of one is replaced by the truth."""
-        self.grid = self.mpu = self.module.mpu()
-        self.global_rank, self.world_size = self.grid.get_global_rank(), self.grid.world_size
-        self.num_stages, self.stage_id, self.pipeline_id = self.plan.num_stages, self.module.own_stage, pipeline
-        self.owned_stages = self.module.owned_stages
-        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
-        self.dp_world_size = self.seq_dp_world_size = self.plan.num_pipelines
-        self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, self.plan.num_pipelines > 1
-        self._take_share(sizes.micro_batches)
-        self._name_checkpoint_files()
-
-    def _take_share(self, micro_batches: int) -> None:
-        self._training_micro_batches = micro_batches
-        self.micro_batch_range = self.plan.share(self.pipeline_id, micro_batches=micro_batches)
-        self.micro_batches = len(self.micro_batch_range)
-
-    def _prepare(self) -> None:
+    def _prepare(self, micro_batches: int) -> None:
+        self.training_data = None
+        self._position = None
         self.statistics = Statistics()
-        self.stage_costs: StageCosts | None = None
-        self._local, self._clock = LocalGradients(self.stage_id), OperationClock()
-        self._reducer = GradientReducer(self.module, self.network)
-        self._replicas = Replicas(self.module, self.network)
-        self.failovers, self._recovering = [], None
+        self.failovers, self.reshapes, self._recovering = [], [], None
         self._swap = ActivationSwap(enabled=self.bamboo.activation_swap == "cpu", parameters=self._held_parameters)
         self._decision: Decision | None = None
         self._evaluations, self._attempt = 0, 0
-        with self._guarded():
-            self._begin_equal()
-        if isinstance(self.optimizer, MixedPrecisionOptimizer):
-            self.optimizer.refresh_masters()
+        self._training_micro_batches = micro_batches
+        self._settled, self._reshape_wanted, self._kept = False, False, {}
+        self._missing = set() if self.network is not None else set(self._held_units())
+        self._state = StepState(step=0)
 
-    def _begin_equal(self) -> None:
-        """Make all copies of a layer equal. In a cluster nobody trains before all have, whoever dies meanwhile."""
-        self.training_data = None
-        while True:
+    def _take_place(self, plan: Plan) -> None:
+        """Adopt place and share of a plan: what DeepSpeed believed of its world of one is replaced by the truth."""
+        place = plan.place(self._source.worker)
+        self.grid = self.mpu = self.module.mpu()
+        self.global_rank, self.world_size = self.grid.get_global_rank(), self.grid.world_size
+        self.num_stages, self.stage_id, self.pipeline_id = plan.num_stages, place.stage, place.pipeline
+        self.owned_stages = self.module.owned_stages
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.dp_world_size = self.seq_dp_world_size = plan.num_pipelines
+        self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, plan.num_pipelines > 1
+        self._take_share(self._training_micro_batches)
+        self._name_checkpoint_files()
+        self.stage_costs: StageCosts | None = None
+        self._local, self._clock = LocalGradients(self.stage_id), OperationClock()
+        self._reducer, self._replicas = GradientReducer(self.module, self.network), Replicas(self.module, self.network)
+        self._faults = FaultInjector(self.bamboo.fault_injection, worker=self._source.worker, home=place)
+        if self.training_data is not None:
+            self._set_training_data(self.training_data, position=self._position)
+            self._position = None
+
+    def _take_share(self, micro_batches: int) -> None:
+        self._training_micro_batches = micro_batches
+        self._config.gradient_accumulation_steps = micro_batches
+        self._config.train_batch_size = micro_batches * self.micro_batch_size
+        self.micro_batch_range = self.plan.share(self.pipeline_id, micro_batches=micro_batches)
+        self.micro_batches = len(self.micro_batch_range)
+
+    def _begin(self) -> None:
+        """Make all copies of a layer equal, or wait for a place and take over all from those who have it.
+
+        In a cluster nobody trains before all have everything, whoever dies meanwhile.
+        """
+        self._adopt_newest()
+        while not self._settled:
             with self._through_plan_changes(self._adopt_newest):
                 if not self._committer.decided():
                     self._replicas.synchronise()
                 if self._source.elastic:
                     self._committer.share("")
-                return
+                self._settled = True
+                if isinstance(self.optimizer, MixedPrecisionOptimizer):
+                    self.optimizer.refresh_masters()
 
     def _held_parameters(self) -> Iterator[torch.Tensor]:
         yield from self.module.parameters()
@@ -161,23 +182,46 @@ class BambooPipelineEngine(Checkpointing):
 
     # ---- data --------------------------------------------------------------------------------------------------
 
-    def _set_training_data(self, training_data: Any) -> None:
-        self.training_data = training_data
-        streams = isinstance(training_data, IterableDataset)
+    def _set_training_data(self, training_data: Any, *, position: Position | None = None) -> None:
+        """Draw from `training_data` where training is, what the present share says.
+
+        Args:
+            training_data: as given to `initialize`; None to draw from it no more.
+            position: that `global_samples` have led to, where a checkpoint or another worker says it.
+        """
+        if training_data is not self.training_data:
+            if self.training_data is not None:
+                self._data.close()
+            self.training_data = training_data
+            if training_data is not None:
+                self._data: TrainingData = TrainingData(
+                    training_data,
+                    settings=self.bamboo.data,
+                    seed=self._seed,
+                    collate_fn=self.collate_fn,
+                    timeout_seconds=self.bamboo.timeout_seconds,
+                )
+        if training_data is None:
+            return
+        share = Share(
+            step=self.global_steps,
+            samples=self.global_samples,
+            micro_batch_size=self.micro_batch_size,
+            micro_batches=self._training_micro_batches,
+            drawn=self.micro_batch_range,
+        )
+        self._data.tell(share, position=position)
         shadows_last = self.module.redundant_stage == self.num_stages - 1
-        if training_data is None or not (self._draws() or (streams and shadows_last)):
-            return
-        shares = {
-            "micro_batch_size": self.micro_batch_size,
-            "micro_batches": self._training_micro_batches,
-            "share": self.micro_batch_range,
-            "collate_fn": self.collate_fn,
-        }
-        if streams:
-            self.data_iterator = iterable_share(training_data, **shares)
-            return
-        self.training_dataloader = share_loader(training_data, first=self.global_samples, **shares)
-        self.data_iterator = iter(self.training_dataloader)
+        if self._draws() or (self._data.streams and shadows_last):
+            self.data_iterator = self._data.open()
+        else:
+            self._data.close()
+            self.data_iterator = None
+        self.training_dataloader = self._data.loader
+
+    def data_position(self) -> Position | None:
+        """Return where training is in the training data; None without any, or where the user iterates over it."""
+        return None if self.training_data is None else self._data.position(self.global_samples)
 
     def _draws(self) -> bool:
         return self.is_first_stage() or self.is_last_stage()
@@ -206,8 +250,11 @@ class BambooPipelineEngine(Checkpointing):
         self.data_iterator = iterator
 
     def _draw_from_now_on(self) -> None:
-        if self.data_iterator is None and self.training_data is not None and self._draws():
-            self._set_training_data(self.training_data)
+        """Open the training data, if a stage that needs it was taken over."""
+        if self.data_iterator is not None or self.training_data is None or not self._draws():
+            return
+        self._set_training_data(self.training_data)
+        if hasattr(self, "_batches"):  # not before the first step
             self._batches.use(self.data_iterator)
 
     def gradient_accumulation_steps(self) -> int:
@@ -230,6 +277,8 @@ class BambooPipelineEngine(Checkpointing):
                 f"({self.micro_batch_size}) with at least one micro-batch for each of "
                 f"{self.plan.num_pipelines} pipelines"
             )
+        if self.training_data is not None:
+            self._data.check(batch=train_batch_size)
         self._config.train_batch_size, self._config.gradient_accumulation_steps = train_batch_size, micro_batches
         self._take_share(micro_batches)
         self._set_training_data(self.training_data)
@@ -257,16 +306,24 @@ class BambooPipelineEngine(Checkpointing):
             )
         with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness():
             self._adopt_newest()
+            self._meet_at_boundary()
             return super().train_batch(data_iter)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
+        self._begin_step()
+        self._run_to_the_end(pipe_schedule)
+
+    def _begin_step(self) -> None:
         self._replicas.begin_step()
         self._reducer.begin_step()
         self._attempt = 0
         self._state = StepState(step=self.global_steps, share=self.micro_batch_range)
         self._batches = self._step_batches()
         self._swap.begin_step()
-        self._run_to_the_end(pipe_schedule)
+
+    def _restart_step(self, work: Work) -> None:
+        self._begin_step()
+        work.begin(self._train_schedule())
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(
@@ -305,6 +362,7 @@ class BambooPipelineEngine(Checkpointing):
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Commit the step: agree with all workers, then step."""
         self._decision = self._committer.decide(self._votes(), loss_scale=self._loss_scale())
+        self._reshape_wanted = self._decision.reshape
         self._clock.end_step()
         self._count_host_bytes()
         with self._breakdown(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER):
@@ -406,7 +464,7 @@ class BambooPipelineEngine(Checkpointing):
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = f"{type(error).__name__}: {error}"
-        self.network.close()
+        self._close_network()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other workers that this one ends with `error`."""
@@ -418,7 +476,7 @@ class BambooPipelineEngine(Checkpointing):
         """End links and groups; the engine cannot train afterwards. Called at exit if not before."""
         if not self._stopped:
             self._stopped = "it was closed"
-            self.network.close()
+            self._close_network()
 
     def destroy(self) -> None:
         """Close, and free what DeepSpeed's engine holds."""

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from bamboo_ds.engine.data import StepBatches
-from bamboo_ds.engine.failover import Failover
+from bamboo_ds.engine.reshape import Reshaping
 from bamboo_ds.engine.state import StepState
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.module import untouched_randomness
 from bamboo_ds.world import world_of_one
 
 
-class Evaluation(Failover):
+class _DroppedError(Exception):
+    """An evaluation has ended, as another epoch has begun."""
+
+
+class Evaluation(Reshaping):
     """The evaluating part of the engine."""
+
+    _set_aside: Iterator[Any] | None
+    """The training iterator while another one is evaluated."""
 
     def _step_batches(self) -> StepBatches:
         """Return the source of the running step's batches."""
@@ -45,7 +54,9 @@ class Evaluation(Failover):
             num_micro_batches: of each pipeline; absent: as in training.
 
         Returns:
-            The reduced output, or a pair of it and the outputs with `return_logits`.
+            The reduced output, or a pair of it and the outputs with `return_logits`. In a cluster that is reshaped
+            meanwhile, as two neighbours were lost, the evaluation is dropped: NaN where the mean loss is returned, else
+            None.
         """
         if reduce_output not in (None, "avg"):
             raise ConfigError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")
@@ -58,12 +69,27 @@ class Evaluation(Failover):
             self._evaluating(data_iter),
         ):
             self._compute_loss, self.eval_return_logits = compute_loss, return_logits
-            self._adopt_newest()
-            self._begin_evaluation(micro_batches)
-            result = self._evaluate(micro_batches, reduce_output, compute_loss, bcast_loss)
+            result = self._evaluated(micro_batches, reduce_output, compute_loss, bcast_loss)
             self.network.forget()
             outputs, self.outputs = self.outputs, None
         return (result, outputs) if return_logits else result
+
+    def _evaluated(self, micro_batches: int, reduce_output: str | None, compute_loss: bool, bcast_loss: bool) -> Any:
+        """Evaluate, unless another epoch begins meanwhile.
+
+        Whoever has come with it trains next, and knows nothing of the evaluation: so the others drop it, all of them.
+        """
+        self.outputs = None
+        if not self._adopt_another_epoch():
+            self._begin_evaluation(micro_batches)
+            try:
+                return self._evaluate(micro_batches, reduce_output, compute_loss, bcast_loss)
+            except _DroppedError:
+                self.outputs = None
+        logger.warning(
+            f"an evaluation after step {self.global_steps} was dropped: the cluster was reshaped ({self.plan.cause})"
+        )
+        return torch.tensor(math.nan) if compute_loss and reduce_output == "avg" and bcast_loss else None
 
     def _begin_evaluation(self, micro_batches: int) -> None:
         self._state = StepState(step=-self._evaluations, share=self._evaluation_range(micro_batches))
@@ -85,18 +111,27 @@ class Evaluation(Failover):
     def _begin_anew(self) -> None:
         """Adopt the newest plan in the middle of an evaluation: what was sent counts for nothing."""
         self.network.drop_journals()
+        if self._adopt_another_epoch():
+            raise _DroppedError
+
+    def _adopt_another_epoch(self) -> bool:
+        """Adopt the newest plan, and return whether another epoch has begun with it."""
+        epoch, evaluating = self.plan.epoch, self.data_iterator
         self._adopt_newest()
+        if self.data_iterator is not evaluating:  # the training data were opened anew
+            self._set_aside, self.data_iterator = self.data_iterator, evaluating
+        return self.plan.epoch != epoch
 
     @contextlib.contextmanager
     def _evaluating(self, data_iter: Iterator[Any] | None) -> Iterator[None]:
         """Use another iterator, and put the training one back whatever happens."""
-        training, self.data_iterator = self.data_iterator, data_iter
+        self._set_aside, self.data_iterator = self.data_iterator, data_iter
         self._evaluations += 1
         self.module.eval()
         try:
             yield
         finally:
-            self.data_iterator, self.eval_return_logits = training, False
+            self.data_iterator, self.eval_return_logits = self._set_aside, False
 
     def _evaluation_range(self, micro_batches: int) -> range:
         """Return positions of the evaluated micro-batches, distinct between pipelines."""

@@ -47,6 +47,10 @@ class Work:
     done: list[Any] = field(default_factory=list)
     count: int = 0
 
+    def begin(self, schedule: Iterable[Any]) -> None:
+        """Go on with another schedule."""
+        self.todo, self.done = deque(_flat(schedule)), []
+
 
 @dataclass(slots=True)
 class FailoverReport:
@@ -167,9 +171,9 @@ class Failover(Execution):
                 self._await_verdict(error, beyond=plan)
 
     def _adopt(self, plan: Plan, work: Work | None, *, noticed: float) -> None:
-        if plan.aborted or plan.epoch != self.plan.epoch:
-            self._drop_step()
-            raise PlanChangedError(_unsupported(plan, step=self.global_steps))
+        if plan.aborted or plan.epoch != self.plan.epoch or self._has_no_place:
+            self._reshape(plan, work)
+            return
         changed = [takeover for takeover in takeovers(self.plan, plan) if takeover.place.pipeline == self.pipeline_id]
         report = FailoverReport(
             number=plan.number, victims=tuple({takeover.victim for takeover in changed}), taken=None, noticed=noticed
@@ -185,6 +189,15 @@ class Failover(Execution):
         if work is not None:
             self._reorder(work, report)
         self._record(report)
+
+    @property
+    def _has_no_place(self) -> bool:
+        """Whether this worker waits for a place in a plan."""
+        return self.network is None
+
+    def _reshape(self, plan: Plan, work: Work | None) -> None:
+        """Drop the running step and follow a plan of another epoch."""
+        raise NotImplementedError  # `Reshaping` does
 
     def _gradients_for_stage_before(self) -> dict[int, tuple[torch.Tensor, ...]]:
         """Return the gradients that this worker has sent to the stage before its own in this step.
@@ -222,8 +235,7 @@ class Failover(Execution):
                 isinstance(one, instructions.RecvGrad) and one.stage == self.stage_id for one in work.done
             )
             self._recovering = report
-            work.todo = deque(_flat(self._failover_schedule(report.taken, work.done)))
-            work.done = []
+            work.begin(self._failover_schedule(report.taken, work.done))
         elif not any(isinstance(instruction, instructions.ReduceGrads) for instruction in work.todo):
             # Groups that have lost a member sum again; the others keep what they have.
             work.todo = deque([instructions.ReduceGrads(), instructions.OptimizerStep()])
@@ -307,11 +319,3 @@ class Failover(Execution):
 
 def _flat(schedule: Iterable[Any]) -> Iterator[Any]:
     return (instruction for group in schedule for instruction in group)
-
-
-def _unsupported(plan: Plan, *, step: int) -> str:
-    what = "aborted the running step" if plan.aborted else f"moved the job to epoch {plan.epoch}"
-    return (
-        f"the cluster {what} ({plan.cause}); this worker dropped the step and holds the weights from before step "
-        f"{step}. Reshaping a running job is not supported yet: start it again from the last checkpoint"
-    )

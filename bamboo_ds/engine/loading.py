@@ -1,25 +1,26 @@
-"""The training data of an engine: opened where training is, for one pipeline's share, and opened anew when that changes.
+"""The training data of an engine: open where training is, for one pipeline's share, and opened anew when that changes.
 
 Worker processes of the `DataLoader` load ahead of training, so what they have drawn says nothing about where training
 is: that is counted in committed samples only, and what was loaded ahead is thrown away when the data is opened anew.
 
 They are forks of a worker that is connected to others. A connection ends when the last process lets go of it, so they
-let go first thing: else the peers of a dead or closed link would wait for the end of a process that knows nothing of it.
+let go first thing: else the peers of a link that is dead or closed would wait for processes that know nothing of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from bamboo_ds.config.data import DataConfig
 from bamboo_ds.engine.sampler import Draw, Position, Share, ShareSampler, Walk
@@ -64,7 +65,8 @@ class TrainingData:
             _check_stream(settings)
         self.loader: DataLoader[Any] | None = None
         self._iterator: Any = None
-        self._samples, self._position, self._batch = 0, Position(), 1
+        self._share: Share | None = None
+        self._position = Position()
 
     def check(self, *, batch: int) -> None:
         """Refuse a size of the global batch that leaves nothing to train on.
@@ -81,40 +83,46 @@ class TrainingData:
         Fewer samples than were told of last mean that an earlier checkpoint was loaded without its position; then all
         samples count as taken in batches of that size.
         """
-        told, position = (self._samples, self._position) if samples >= self._samples else (0, Position())
+        share = self._told()
         if self._walk is None:
             return Position(0, samples)
-        return self._walk.after(position, samples=samples - told, batch=self._batch)
+        known, position = (share.samples, self._position) if samples >= share.samples else (0, Position())
+        return self._walk.after(position, samples=samples - known, batch=share.batch)
 
-    def tell(self, *, samples: int, batch: int, position: Position | None = None) -> None:
-        """Say where training is, and how large batches are from there on; every worker does, drawing or not.
+    def tell(self, share: Share, *, position: Position | None = None) -> None:
+        """Say where training is, and what is drawn from there on; every worker does, drawing or not.
 
         Args:
-            samples: consumed so far.
-            batch: samples of a global batch.
-            position: that these samples have led to, if a checkpoint or another worker says it. Absent: what follows
+            share: of this pipeline.
+            position: that `share.samples` have led to, if a checkpoint or another worker says it. Absent: what follows
                 from what was told before.
         """
-        self.check(batch=batch)
-        self._position = self.position(samples) if position is None else position
-        self._samples, self._batch = samples, batch
+        self.check(batch=share.batch)
+        if self._share is None:
+            self._share = replace(share, samples=0)  # its batch has always been the same
+        self._position = self.position(share.samples) if position is None else position
+        self._share = share
 
-    def open(self, share: Share) -> Iterator[Any]:
-        """Return the micro-batches of a share, from where training is; what was open before is closed."""
+    def open(self) -> Iterator[Any]:
+        """Return the micro-batches of the share, from where training is; what was open before is closed."""
         self.close()
-        self.tell(samples=share.samples, batch=share.batch, position=self.position(share.samples))
         if self._walk is None:
-            return self._stream(share)
-        sampler = ShareSampler(self._walk, position=self._position, share=share, seed=self._seed)
+            return self._stream(self._told())
+        sampler = ShareSampler(self._walk, position=self._position, share=self._told(), seed=self._seed)
         self.loader = self._in_processes(sampler) if self._settings.num_workers else self._here(sampler)
         self._iterator = iter(self.loader)
-        return iter(self._iterator)
+        iterator: Iterator[Any] = self._iterator
+        return iterator
 
     def close(self) -> None:
-        """End the worker processes; each ends the micro-batch that it is at."""
+        """End the worker processes at once, whatever they are at."""
         iterator, self._iterator, self.loader = self._iterator, None, None
         if self._settings.num_workers and iterator is not None:
-            iterator._shutdown_workers()  # torch offers nothing but to hope that nobody holds a reference
+            _kill(iterator)
+
+    def _told(self) -> Share:
+        assert self._share is not None, "nobody has told where training is"
+        return self._share
 
     def _here(self, sampler: ShareSampler) -> DataLoader[Any]:
         return DataLoader(
@@ -128,7 +136,7 @@ class TrainingData:
             collate_fn=self._collate_fn,
             num_workers=self._settings.num_workers,
             timeout=self._timeout_seconds,
-            worker_init_fn=_settle,
+            worker_init_fn=_let_go,
             multiprocessing_context="fork",  # the others pickle the dataset and import everything anew
             generator=_generator(self._seed),
         )
@@ -136,9 +144,7 @@ class TrainingData:
     def _stream(self, share: Share) -> Iterator[Any]:
         """Yield one pipeline's share of a stream."""
         rest = _Rest(self._dataset, share.samples) if share.samples else self._dataset
-        stream = iter(
-            DataLoader(rest, batch_size=share.micro_batch_size, collate_fn=self._collate_fn, drop_last=True)
-        )
+        stream = iter(DataLoader(rest, batch_size=share.micro_batch_size, collate_fn=self._collate_fn, drop_last=True))
         while whole := list(islice(stream, share.micro_batches)):
             yield from (whole[index] for index in share.drawn if index < len(whole))
 
@@ -174,13 +180,11 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _settle(_: int) -> None:
-    """Let go of what a worker process has inherited: connections to other machines, and the handler of SIGTERM."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _let_go(_: int) -> None:
+    """Let go of the connections to other machines that a worker process has inherited."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        # Not closed, as whoever believes to own the number would then use, or close, the file that gets it next.
+        # Not closed: whoever believes to own the number would use, or close, the file that gets it next.
         with contextlib.suppress(OSError):
             if _is_connection(int(name)):
                 os.dup2(nothing, int(name))
@@ -192,6 +196,15 @@ def _is_connection(descriptor: int) -> bool:
         return False
     with socket.socket(fileno=os.dup(descriptor)) as found:
         return found.family in _INTERNET
+
+
+def _kill(iterator: Any) -> None:
+    """End a loader's processes now. torch itself does when nobody holds the iterator, and waits for their last load."""
+    _remove_worker_pids(id(iterator))  # or it takes their end for an error, which it raises wherever we are then
+    iterator._worker_pids_set = False
+    for process in iterator._workers:
+        process.kill()
+    iterator._shutdown_workers()
 
 
 class _Seeded(Dataset[Any]):

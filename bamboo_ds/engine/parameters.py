@@ -8,7 +8,7 @@ parameter (by layer and name) is in which group.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.comm import Group
+from bamboo_ds.engine.precision import MixedPrecisionOptimizer, target_of
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.module import BambooPipelineModule
 
@@ -58,16 +59,139 @@ def with_redundant(
     """
     client = isinstance(optimizer, torch.optim.Optimizer)
     groups = optimizer.param_groups if client else as_groups(model_parameters, module)
-    plain = not client and all(set(group) == {"params"} for group in groups)
     _refuse_strangers(groups, module)
     told = {
         row["worker"]: row for row in map(json.loads, world.gather_bytes(json.dumps(_tell(module, groups)).encode()))
     }
     places = _add_redundant(module, groups, told, optimizer if client else None)
+    return _constructible(groups, client=client), places
+
+
+def without_redundant(
+    module: BambooPipelineModule, *, model_parameters: Any, optimizer: Any
+) -> tuple[list[Any], Places]:
+    """Return the parameters for the optimizer of a worker that has no place yet: the user's choice for its layers.
+
+    See `with_redundant`.
+    """
+    client = isinstance(optimizer, torch.optim.Optimizer)
+    groups = optimizer.param_groups if client else as_groups(model_parameters, module)
+    _refuse_strangers(groups, module)
+    return _constructible(groups, client=client), Places(own_groups=len(groups))
+
+
+def _constructible(groups: Groups, *, client: bool) -> list[Any]:
+    """Return groups in the plainest form that an optimizer can be made of."""
+    plain = len(groups) == 1 and not client and set(groups[0]) == {"params"}
     if not any(group["params"] for group in groups):
         # A stage without trainable parameters trains nothing but takes part in all else; torch wants at least one.
         groups[0]["params"] = [nn.Parameter(torch.zeros(0))]
-    return (parameters_of(groups) if plain and len(groups) == 1 else groups), places
+    return parameters_of(groups) if plain else groups
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOf:
+    """Where a parameter stands in the optimizer of a worker that steps it.
+
+    Attributes:
+        number: index of its group there.
+        settings: what else is in the group, at present.
+    """
+
+    number: int
+    settings: Mapping[str, Any]
+
+
+def groups_of(module: BambooPipelineModule, optimizer: Any) -> dict[str, GroupOf]:
+    """Return the group of each held parameter that the optimizer steps, by the name that all workers share."""
+    if optimizer is None:
+        return {}
+    told = [GroupOf(number, _settings(group)) for number, group in enumerate(optimizer.param_groups)]
+    group_of = {id(p): told[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    held = _held_names(module)
+    targets = {name: id(target_of(parameter, optimizer)) for name, parameter in held.items()}
+    return {name: group_of[target] for name, target in targets.items() if target in group_of}
+
+
+def regroup(module: BambooPipelineModule, optimizer: Any, wanted: Mapping[str, GroupOf]) -> Places:
+    """Let the optimizer step what is held now, each parameter in the group of `wanted`, and nothing else.
+
+    In a group, parameters are in the order of layers. What was stepped before keeps its group and its state.
+
+    Args:
+        module: which layers are held now.
+        optimizer: torch's, DeepSpeed's or a `MixedPrecisionOptimizer`; None does nothing.
+        wanted: by name, for all held parameters that are to be stepped.
+    """
+    if optimizer is None:
+        return Places(own_groups=0)
+    held = _held_names(module)
+    _dismiss(optimizer, keep={id(parameter) for parameter in held.values()})
+    indices = {name: _index_of(optimizer, wanted[name]) for name in held if name in wanted}
+    members: dict[int, list[nn.Parameter]] = {}
+    for name, index in indices.items():
+        members.setdefault(index, []).append(_admitted(optimizer, held[name]))
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = members.get(index, [])
+    redundant = own_names(module, module.redundant_stage) if module.redundant_stage is not None else {}
+    used = sorted({wanted[name].number for name in redundant if name in wanted})
+    by_group = [[name for name in redundant if name in wanted and wanted[name].number == number] for number in used]
+    return Places(
+        own_groups=len(optimizer.param_groups),
+        redundant=tuple(redundant[name] for names in by_group for name in names),
+        group_of=tuple(indices[names[0]] for names in by_group),
+    )
+
+
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what stands in each group besides parameters, as JSON tells it."""
+    return [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
+
+
+def adopt_settings(optimizer: Any, told: Sequence[Mapping[str, Any]]) -> None:
+    """Let the groups have the settings that `settings_of` told of another worker's; there may be more of them there."""
+    if optimizer is None:
+        return
+    inner = _inner(optimizer)
+    for number, settings in enumerate(told):
+        if number < len(inner.param_groups):
+            inner.param_groups[number].update(_as_tuples(settings))
+        else:
+            inner.add_param_group({**_as_tuples(settings), "params": []})
+
+
+def _held_names(module: BambooPipelineModule) -> dict[str, nn.Parameter]:
+    """Return all held parameters by the name that all workers share, in the order of layers."""
+    named = {name: p for stage in sorted(module.held_stages()) for name, p in own_names(module, stage).items()}
+    return dict(sorted(named.items(), key=lambda item: int(item[0].partition(".")[0])))
+
+
+def _dismiss(optimizer: Any, *, keep: set[int]) -> None:
+    """Forget the parameters that are not held any more, and their state."""
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        gone = [(one, master) for one, master in optimizer.masters.items() if id(one) not in keep]
+        for parameter, master in gone:
+            optimizer.dismiss(parameter)
+            optimizer.state.pop(master, None)
+        keep = keep | {id(master) for master in optimizer.masters.values()}
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) not in keep]:
+        del optimizer.state[parameter]
+
+
+def _admitted(optimizer: Any, parameter: nn.Parameter) -> nn.Parameter:
+    """Return what the optimizer steps for a parameter, which may be new to it."""
+    if isinstance(optimizer, MixedPrecisionOptimizer) and parameter not in optimizer.masters:
+        return optimizer.admit(parameter)
+    return target_of(parameter, optimizer)
+
+
+def _index_of(optimizer: Any, wanted: GroupOf) -> int:
+    inner = _inner(optimizer)
+    return _group_like(inner.param_groups, wanted.number, wanted.settings, inner)
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
 
 
 def as_groups(model_parameters: Any, module: BambooPipelineModule) -> Groups:

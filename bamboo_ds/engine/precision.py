@@ -36,6 +36,14 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
         self.masters[parameter] = torch.nn.Parameter(parameter.detach().float())
         return self.masters[parameter]
 
+    def admit(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """Make the master of one more parameter, where it needs one, and return what is to be stepped for it."""
+        return self._with_master(parameter)
+
+    def dismiss(self, parameter: torch.Tensor) -> None:
+        """Forget a parameter and its master."""
+        self.masters.pop(parameter, None)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the wrapped optimizer (learning rates live there)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,6 +78,7 @@ def build_stage(
     bounds: tuple[int, int],
     tied: dict[str, nn.Module],
     seed_layer: Callable[[int], None],
+    kept: Mapping[int, nn.Module] | None = None,
 ) -> StageLayers:
     """Build the layers of a stage.
 
@@ -87,12 +88,16 @@ def build_stage(
         bounds: global indices of its first layer and of the one after its last.
         tied: tied modules of this worker by key; missing ones are built and added.
         seed_layer: seeds the generators for a global layer index.
+        kept: untied layers that this worker has built before, by global layer index.
     """
+    kept = kept or {}
     layers = StageLayers(stage=stage, start=bounds[0])
     for index in range(*bounds):
         spec = specs[index]
         if isinstance(spec, TiedLayerSpec):
             _add_tied(layers, specs, index, tied, seed_layer)
+        elif index in kept:
+            _add(layers, index, kept[index])
         elif isinstance(spec, LayerSpec):
             seed_layer(index)
             _add(layers, index, spec.build())

@@ -7,7 +7,7 @@ checkpoints then show the own stage only, as users and DeepSpeed expect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,15 @@ from bamboo_ds.module.layers import (
     tied_function,
     untouched_randomness,
 )
-from bamboo_ds.module.seat import take_seat
+from bamboo_ds.module.seat import Cut, declared_costs, take_seat
 from bamboo_ds.plan import Plan
+from bamboo_ds.plan.partition import balanced_parts
 from bamboo_ds.plan.seeds import initial_seed
 from bamboo_ds.world import World, init_distributed, local_device, world_of_one
 
 SeedOfLayer = Callable[[int], int]
 
+_STATE_BYTES = 16  # of a parameter: itself, a master or gradient, and two moments
 _STOCK_CHECKPOINTS = (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint)
 
 
@@ -84,9 +86,12 @@ class BambooPipelineModule(PipelineModule):
     ) -> None:
         world = init_distributed()
         specs = list(layers)
-        self._take_place(world, stages_of(num_stages, topology), pipelines_of(topology), layers=len(specs))
-        self._initial_seed = torch.initial_seed()
         refuse_hidden_ties(specs)
+        self._initial_seed = torch.initial_seed()
+        stages = stages_of(num_stages, topology)
+        _refuse_empty_stages(len(specs), stages)
+        self._be_cut(specs, partition_method, declared_costs(len(specs)))
+        self._take_place(world, stages, pipelines_of(topology))
         with world_of_one(quiet=world.rank != 0):
             super().__init__(
                 specs,
@@ -105,11 +110,22 @@ class BambooPipelineModule(PipelineModule):
 
     # ---- place -------------------------------------------------------------------------------------------------
 
-    def _take_place(
-        self, world: World, num_stages: int, pipelines: int | None, *, layers: int, built: bool = False
-    ) -> None:
+    def _be_cut(self, specs: list[Any], method: str, costs: Sequence[float]) -> None:
+        self._layer_specs, self._method, self._costs = specs, method.lower(), costs
+        self._weights: list[int] | None = None
+
+    def _cut(self) -> Cut:
+        counts = self._layer_weights() if self._method == "parameters" else None
+        return Cut(
+            num_layers=len(self._layer_specs),
+            parts_for=self.parts_for,
+            costs=self._costs or counts,
+            bytes=None if counts is None else [count * _STATE_BYTES for count in counts],
+        )
+
+    def _take_place(self, world: World, num_stages: int, pipelines: int | None, *, built: bool = False) -> None:
         self.plan, self.spec = take_seat(
-            world, num_stages=num_stages, num_layers=layers, pipelines=pipelines, built=built
+            world, num_stages=num_stages, pipelines=pipelines, cut=self._cut(), built=built
         )
         self.worker = world.worker
         self.own_stage = self.plan.place(self.worker).stage
@@ -133,25 +149,44 @@ class BambooPipelineModule(PipelineModule):
     # ---- building ----------------------------------------------------------------------------------------------
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        stages = self.plan.num_stages
-        _refuse_empty_stages(len(self._layer_specs), stages)
-        with untouched_randomness():
-            self.parts = [int(bound) for bound in self._bounds(method.lower(), stages)]
+        self._take_parts()
+
+    def _take_parts(self) -> None:
+        self.parts = list(self.plan.parts or self.parts_for(self.plan.num_stages))
         self._set_bounds(self.parts[self.own_stage], self.parts[self.own_stage + 1])
 
-    def _bounds(self, method: str, stages: int) -> Sequence[int]:
-        if method == "uniform":
-            return deepspeed_utils.partition_uniform(num_items=len(self._layer_specs), num_parts=stages)
-        if method == "parameters":
-            return deepspeed_utils.partition_balanced(weights=self._count_layer_params(), num_parts=stages)
-        if method.startswith("type:"):
-            chosen = set(self._find_layer_type(method.split(":", 1)[1]))
-            weights = [int(index in chosen) for index in range(len(self._layer_specs))]
-            return deepspeed_utils.partition_balanced(weights=weights, num_parts=stages)
-        raise ConfigError(f"partition_method = {method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
+    def parts_for(self, stages: int) -> tuple[int, ...]:
+        """Return the layer bounds of so many stages, as the partition method gives them.
 
-    def _build(self) -> None:
-        self._own = self._build_stage(self.own_stage)
+        Raises:
+            ConfigError: there is no such method.
+        """
+        bounds: Sequence[int]
+        if self._costs:
+            bounds = balanced_parts(self._costs, stages)
+        elif self._method == "uniform":
+            bounds = deepspeed_utils.partition_uniform(num_items=len(self._layer_specs), num_parts=stages)
+        else:
+            bounds = deepspeed_utils.partition_balanced(weights=self._layer_weights(), num_parts=stages)
+        return tuple(int(bound) for bound in bounds)
+
+    def _layer_weights(self) -> list[int]:
+        """Return what the partition balances, by layer. To count parameters is to build each layer once."""
+        if self._weights is None:
+            self._weights = self._weigh()
+        return self._weights
+
+    def _weigh(self) -> list[int]:
+        if self._method == "parameters":
+            with untouched_randomness():
+                return [int(count) for count in self._count_layer_params()]
+        if self._method.startswith("type:"):
+            chosen = set(self._find_layer_type(self._method.split(":", 1)[1]))
+            return [int(index in chosen) for index in range(len(self._layer_specs))]
+        raise ConfigError(f"partition_method = {self._method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
+
+    def _build(self, kept: Mapping[int, nn.Module] | None = None) -> None:
+        self._own = self._build_stage(self.own_stage, kept)
         for index, layer in self._own.modules.items():
             if index in self._own.tied_keys:
                 self.tied_modules[self._own.tied_keys[index]] = layer
@@ -163,11 +198,11 @@ class BambooPipelineModule(PipelineModule):
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False
 
-    def _build_stage(self, stage: int) -> StageLayers:
+    def _build_stage(self, stage: int, kept: Mapping[int, nn.Module] | None = None) -> StageLayers:
         bounds = (self.parts[stage], self.parts[stage + 1])
         with untouched_randomness():
             return build_stage(
-                self._layer_specs, stage=stage, bounds=bounds, tied=self._tied, seed_layer=self._seed_layer
+                self._layer_specs, stage=stage, bounds=bounds, tied=self._tied, seed_layer=self._seed_layer, kept=kept
             )
 
     def _seed_layer(self, index: int) -> None:
@@ -178,16 +213,63 @@ class BambooPipelineModule(PipelineModule):
         else:
             deepspeed_utils.set_random_seed(self.base_seed + index)
 
-    def hold_redundant_layers(self) -> None:
-        """Build the layers of the next stage, if there is one, off the module tree."""
-        self.redundant_stage = self.plan.redundant_stage(self.own_stage)
+    def hold_redundant_layers(self, kept: Mapping[int, nn.Module] | None = None) -> None:
+        """Build the layers of the next stage, if there is one, off the module tree.
+
+        Args:
+            kept: layers that this worker has built before, by global layer index.
+        """
+        self.redundant_stage, self._redundant = self.plan.redundant_stage(self.own_stage), None
         if self.redundant_stage is None:
             return
-        self._redundant = self._build_stage(self.redundant_stage)
+        self._redundant = self._build_stage(self.redundant_stage, kept)
         for layer in self._redundant.modules.values():
             layer.to(local_device())
         for parameter in self.redundant_parameters():
             parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+    def move(self, plan: Plan, *, redundancy: bool, dtype: torch.dtype | None) -> None:
+        """Take this worker's place in a plan of a new epoch.
+
+        Layers that it holds already stay the objects that they are. Those of other stages are let go; new ones are
+        built, and hold nothing of worth until their state has come.
+
+        Args:
+            plan: in which this worker has a place.
+            redundancy: whether to hold the layers of the next stage as well.
+            dtype: of the floating-point parameters; None to leave them.
+        """
+        kept, tied = self._built(), dict(self._tied)
+        self.plan, self.own_stage = plan, plan.place(self.worker).stage
+        self.owned_stages = tuple(place.stage for place in plan.places(self.worker))
+        self._take_parts()
+        self._clear()
+        self._tied = {key: module for key, module in tied.items() if self._uses_tied(key, redundancy=redundancy)}
+        self._build(kept)
+        self.to(device=local_device())
+        self.redundant_stage = self._redundant = None
+        if redundancy:
+            self.hold_redundant_layers(kept)
+        if dtype is not None:
+            _cast([*self.parameters(), *self.redundant_parameters()], dtype)
+        self.train(self.training)
+        self.answer_truly()
+
+    def _built(self) -> dict[int, nn.Module]:
+        """Return the untied modules that this worker holds, by global layer index."""
+        return {index: layer for stage in self.held_stages() for index, layer in self.untied_layers(stage).items()}
+
+    def _clear(self) -> None:
+        """Take the own stage off the module tree."""
+        for name in [*self.fwd_map, *(str(index) for index in self._own.modules)]:
+            self._modules.pop(name, None)
+        self.fwd_map.clear()
+        self.tied_modules.clear()
+        self.tied_weight_attrs.clear()
+
+    def _uses_tied(self, key: str, *, redundancy: bool) -> bool:
+        redundant = self.plan.redundant_stage(self.own_stage) if redundancy else None
+        return not self.tied_stages()[key].isdisjoint({self.own_stage, redundant})
 
     def follow(self, plan: Plan) -> None:
         """Adopt a newer version of the epoch's plan: layers held for a lost neighbour may become owned.
@@ -202,9 +284,7 @@ class BambooPipelineModule(PipelineModule):
 
     def cast_redundant_layers(self, dtype: torch.dtype) -> None:
         """Cast the floating-point parameters of the redundant layers, as DeepSpeed casts those of the module."""
-        for parameter in self.redundant_parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+        _cast(self.redundant_parameters(), dtype)
 
     # ---- what is held ------------------------------------------------------------------------------------------
 
@@ -355,15 +435,29 @@ def adopt(model: PipelineModule, world: World) -> BambooPipelineModule:
     kind = type(model)
     model.__class__ = type(kind.__name__, (BambooPipelineModule, kind), {"__doc__": kind.__doc__})
     adopted: BambooPipelineModule = model
-    adopted._take_place(
-        world, topology.get_dim("pipe"), topology.get_dim("data"), layers=len(model._layer_specs), built=True
-    )
     adopted._initial_seed = torch.initial_seed()
     adopted.parts = [int(bound) for bound in adopted.parts]
+    adopted._be_cut(adopted._layer_specs, _method_behind(adopted), ())
+    adopted._take_place(world, topology.get_dim("pipe"), topology.get_dim("data"), built=True)
     adopted.tied_comms = {}
     adopted._own = _described(adopted)
     adopted.answer_truly()
     return adopted
+
+
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _method_behind(model: BambooPipelineModule) -> str:
+    """Return the partition method that stock DeepSpeed, which does not keep it, has used."""
+    for method in ("parameters", "uniform"):
+        model._be_cut(model._layer_specs, method, ())
+        if model.parts_for(len(model.parts) - 1) == tuple(model.parts):
+            return method
+    return "parameters"
 
 
 def _described(model: BambooPipelineModule) -> StageLayers:

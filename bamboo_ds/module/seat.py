@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from bamboo_ds.config import BambooConfig, bamboo_block, early_config, resolve_batch_sizes
 from bamboo_ds.config.batch import ACCUMULATION, MICRO, TRAIN
@@ -13,20 +14,38 @@ from bamboo_ds.plan.job import JobSpec
 from bamboo_ds.world import World
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a module is cut into stages.
+
+    Attributes:
+        num_layers: of the whole model.
+        parts_for: returns the layer bounds of so many stages.
+        costs: of each layer; None where layers count alike.
+        bytes: of each layer's state, roughly; None where nobody has counted.
+    """
+
+    num_layers: int
+    parts_for: Callable[[int], tuple[int, ...]]
+    costs: Sequence[float] | None = None
+    bytes: Sequence[int] | None = None
+
+
 def take_seat(
-    world: World, *, num_stages: int, num_layers: int, pipelines: int | None, built: bool = False
+    world: World, *, num_stages: int, pipelines: int | None, cut: Cut, built: bool = False
 ) -> tuple[Plan, JobSpec | None]:
     """Return the plan under which this worker's module is built; in a cluster, wait for it.
 
     Args:
         world: this process among the others.
         num_stages: P that the script asks for.
-        num_layers: layers of the whole model.
         pipelines: D that the script asks for; None for as many as the workers make.
+        cut: how the module is cut.
         built: whether stock DeepSpeed has built the stage of this worker's rank already.
 
     Returns:
-        The plan, and the specification that the cluster agreed on (None in a fixed job).
+        The plan, which has a place for this worker or is one to build by until it has (`plan.standby`), and the
+        specification that the cluster agreed on (None in a fixed job).
 
     Raises:
         InfeasiblePlanError: a fixed number of workers does not make whole pipelines.
@@ -38,7 +57,7 @@ def take_seat(
     if world.spec is not None:
         check_shape(world.spec, static_plan(world_size=world.size, num_stages=num_stages, pipelines=pipelines))
         return world.member.current(), world.spec
-    spec = _spec(world, num_stages=num_stages, num_layers=num_layers, pipelines=pipelines)
+    spec = _spec(world, num_stages=num_stages, pipelines=pipelines, cut=cut)
     if built:
         spec = replace(spec, launched=_plan_of_ranks(world, num_stages=num_stages, pipelines=pipelines))
     return world.member.take_seat(spec), spec
@@ -87,18 +106,47 @@ def refuse_late_settings(spec: JobSpec, block: BambooConfig) -> None:
             )
 
 
-def _spec(world: World, *, num_stages: int, num_layers: int, pipelines: int | None) -> JobSpec:
+def _spec(world: World, *, num_stages: int, pipelines: int | None, cut: Cut) -> JobSpec:
     config = early_config()
     block = bamboo_block(config or {}) or BambooConfig()
-    bounds = [bound for bound in (pipelines, block.pipelines, _micro_batches(config)) if bound is not None]
+    micro_batches = _micro_batches(config)
+    bounds = [bound for bound in (pipelines, block.pipelines, micro_batches) if bound is not None]
+    shapes = range(min(block.min_stages, num_stages), num_stages + 1)
     return JobSpec(
         publisher=world.worker,
         num_stages=num_stages,
-        num_layers=num_layers,
+        num_layers=cut.num_layers,
         pipelines=min(bounds, default=None),
         min_stages=block.min_stages,
         redundancy=block.redundancy,
+        partitions={stages: cut.parts_for(stages) for stages in shapes},
+        layer_costs=tuple(map(float, cut.costs or ())),
+        layer_bytes=tuple(cut.bytes or ()),
+        micro_batches=micro_batches,
     )
+
+
+def declared_costs(num_layers: int) -> tuple[float, ...]:
+    """Return `bamboo.layer_costs`, if the config is known before the script hands it over.
+
+    Raises:
+        ConfigError: there is not one for each layer.
+    """
+    block = bamboo_block(early_config() or {}) or BambooConfig()
+    check_costs(block, num_layers)
+    return block.layer_costs
+
+
+def check_costs(block: BambooConfig, num_layers: int) -> None:
+    """Check that there is a cost for each layer, or none at all.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if block.layer_costs and len(block.layer_costs) != num_layers:
+        raise ConfigError(
+            f"bamboo.layer_costs has {len(block.layer_costs)} entries for {num_layers} layers: give one for each"
+        )
 
 
 def _micro_batches(config: dict[str, object] | None) -> int | None:

@@ -55,11 +55,13 @@ class Ballot:
         votes: one per live worker of the pipeline.
         loss_scale: factor that is still in the gradients (fp16).
         rows: in place of votes, what an evaluation wants all workers to see, as text.
+        boundary: whether no step runs, and the next thing that all workers do is to train: another epoch may begin.
     """
 
     votes: tuple[Vote, ...]
     loss_scale: float = 1.0
     rows: tuple[str, ...] = ()
+    boundary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Decision:
         global_norm: 2-norm of the whole gradient, each parameter once.
         overflow: skip the optimizer step (fp16).
         stage_seconds: median (forward, backward) seconds by stage; empty until every stage has measured.
+        reshape: whether another epoch would be better: all meet at a boundary before they train again.
     """
 
     step: int
@@ -98,6 +101,7 @@ class Decision:
     global_norm: float
     overflow: bool
     stage_seconds: tuple[tuple[float, float], ...]
+    reshape: bool = False
 
 
 def settle(ballots: Iterable[Ballot]) -> Outcome:

@@ -91,10 +91,12 @@ class JobSettings:
     Attributes:
         publisher: the worker that says so; not compared.
         settings: JSON text of each value, by dotted key.
+        micro_batches: M, as the job began with it; not compared, as it may follow from how many pipelines there were.
     """
 
     publisher: int
     settings: Mapping[str, str] = field(default_factory=dict)
+    micro_batches: int | None = None
 
     def check(self, other: JobSettings) -> None:
         """Check that another worker's config is this one.

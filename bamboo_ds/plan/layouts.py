@@ -1,4 +1,4 @@
-"""Where workers are placed: a lost node or zone should never take two neighbours of a pipeline.
+"""Layouts that are safe: a lost node or zone should never take two neighbours of a pipeline.
 
 Neighbours are meant in a ring, as the last stage shadows stage 0. In order of priority: neighbours on different nodes
 (always, where it can be done), in different zones (as often as can be), the workers of a node at the same stage of

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
 
 from bamboo_ds.plan.cluster import Bounds
@@ -31,18 +32,18 @@ class Moving:
     table: tuple[tuple[int, ...], ...]
     measured: bool
 
-    def row(self, worker: int) -> int:
-        """Return the row of the table that is a worker's."""
+    def kind(self, worker: int) -> int:
+        """Return the index of a worker's row in the table: workers of one kind lack the same."""
         home = self.homes.get(worker)
         return len(self.table) - 1 if home is None else home.stage
 
-    def lacks(self, worker: int, stage: int) -> int:
-        """Return the bytes that a worker must receive before it can own a new stage and shadow the next one."""
-        return self.table[self.row(worker)][stage]
+    def row(self, worker: int) -> tuple[int, ...]:
+        """Return, by new stage, the bytes that a worker must receive before it can own it and shadow the next one."""
+        return self.table[self.kind(worker)]
 
     def total(self, owners: Iterable[Sequence[int]]) -> int:
         """Return the bytes that all workers of a layout must receive."""
-        return sum(self.lacks(worker, stage) for pipeline in owners for stage, worker in enumerate(pipeline))
+        return sum(self.row(worker)[stage] for pipeline in owners for stage, worker in enumerate(pipeline))
 
     @property
     def most(self) -> int:
@@ -84,5 +85,5 @@ def _even(stages: int, pieces: int) -> tuple[int, ...]:
 
 def _needed(parts: tuple[int, ...], *, redundancy: bool) -> list[frozenset[int]]:
     """Return the layers that the worker of each stage has: its own and, with redundancy, those of the next stage."""
-    own = [frozenset(range(start, stop)) for start, stop in zip(parts, parts[1:], strict=False)]
+    own = [frozenset(range(start, stop)) for start, stop in pairwise(parts)]
     return [layers | own[(stage + 1) % len(own)] if redundancy else layers for stage, layers in enumerate(own)]

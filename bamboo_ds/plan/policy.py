@@ -6,23 +6,30 @@ replaced by one that goes on as it would have. Plans grow in number and never ch
 ::
 
     (none) --START--> running --FAILOVER--> running, a worker owns two stages
-                         |                     |
-                         +------- ABORT -------+--> aborted: nobody trains --RECONFIGURE, RESTORE--> running,
-                                                        |      ^                                    next epoch
+                       |   |                   |  |
+                       |   +--- RECONFIGURE ---|--+-----------------------------------> running, next epoch
+                       |                       |                                             |
+                       +-------- ABORT --------+--> aborted: nobody trains --RECONFIGURE, RESTORE
+                                                        |      ^
                                                         +-WAIT-+
+
+A new epoch is unsettled until its first round is decided: only then does everyone hold the layers that its plan gives
+them. Until then a loss can not be failed over; it aborts, and the boundary after it makes yet another epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from bamboo_ds.plan.cluster import Bounds, Cluster, Worker
+from bamboo_ds.plan.cluster import Bounds, Cluster, Shape, Worker
 from bamboo_ds.plan.failover import fail_over, takeovers
 from bamboo_ds.plan.membership import Loss
+from bamboo_ds.plan.moving import moving
 from bamboo_ds.plan.placement import arrange
 from bamboo_ds.plan.plan import NOBODY, Plan
+from bamboo_ds.plan.reshape import Costs, weigh
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +52,25 @@ class Lost:
 
     One with a stage may still be in the cluster: the plan remembers that it is dead. A standby that ended must be off
     its node's list, as its agent sees to: no plan changes for it, so no plan remembers it.
+
+    Attributes:
+        losses: who is lost, and why.
+        settled: whether a round of this epoch is decided, so that all workers hold the layers that the plan gives them.
     """
 
     losses: tuple[Loss, ...]
+    settled: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """No step runs: it has committed, or everyone alive has dropped its work."""
+    """No step runs: it has committed, or everyone alive has dropped its work.
+
+    Attributes:
+        costs: of a new epoch, for a plan that could go on.
+    """
+
+    costs: Costs = field(default_factory=Costs)
 
 
 Event = Joined | Launched | Lost | Boundary
@@ -72,11 +90,12 @@ class Action(str, Enum):
     FAILOVER = "failover"
     """Shadows own the stages of the lost; the step goes on."""
     ABORT = "abort"
-    """Some stage has no owner: all drop the step's work and keep the weights from before it."""
+    """Some stage has no owner, or may not have its layers: all drop the step's work and keep the weights before it."""
     RECONFIGURE = "reconfigure"
     """A new epoch, whose layers come from live holders."""
     RESTORE = "restore"
-    """A new epoch, whose layers come from the last checkpoint: nobody alive holds some stage."""
+    """A new epoch, whose layers come from the last checkpoint: nobody alive should hold some stage. That is what the
+    plans let expect; the workers, who tell one another what they hold, know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +127,9 @@ def decide(cluster: Cluster, plan: Plan | None, event: Event) -> PlanDecision:
     if isinstance(event, Joined):
         return _join(plan, event.workers)
     if isinstance(event, Lost):
-        return _lose(cluster, plan, event.losses)
-    if isinstance(event, Boundary) and plan.aborted:
-        return _next_epoch(cluster, plan)
+        return _lose(cluster, plan, event)
+    if isinstance(event, Boundary):
+        return _restart(cluster, plan) if plan.aborted else _reshape(cluster, plan, event.costs)
     return PlanDecision(Action.KEEP, f"the plan {_number(plan)} stands")
 
 
@@ -129,21 +148,24 @@ def _first(cluster: Cluster, event: Event) -> PlanDecision:
     bounds, lost = cluster.bounds, event.losses if isinstance(event, Lost) else ()
     live = cluster.live(frozenset(loss.worker for loss in lost))
     if isinstance(event, Launched):
-        return _as_launched(event.plan, live)
+        return _as_launched(event.plan, live, bounds)
     shape = bounds.shape(len(live))
     if shape is None:
         return PlanDecision(Action.WAIT, _too_few(bounds, live))
     cause = f"{len(live)} workers are there"
-    return PlanDecision(Action.START, f"{cause}: {shape}", Plan(owners=arrange(live, shape=shape), cause=cause))
+    parts = bounds.model.parts(shape.num_stages)
+    plan = Plan(owners=arrange(live, shape=shape), cause=cause, parts=parts)
+    return PlanDecision(Action.START, f"{cause}: {shape}", plan)
 
 
-def _as_launched(plan: Plan, live: tuple[Worker, ...]) -> PlanDecision:
+def _as_launched(plan: Plan, live: tuple[Worker, ...], bounds: Bounds) -> PlanDecision:
     missing = sorted(set(plan.workers) - {worker.id for worker in live})
     if missing:
         return PlanDecision(Action.WAIT, f"worker(s) {_listed(missing)} of the launcher's plan are not there")
     cause = f"the launcher has placed {len(plan.workers)} workers"
     shape = f"{plan.num_stages} stages x {plan.num_pipelines} pipelines"
-    return PlanDecision(Action.START, f"{cause}: {shape}", replace(plan, cause=cause))
+    parts = plan.parts or bounds.model.parts(plan.num_stages)
+    return PlanDecision(Action.START, f"{cause}: {shape}", replace(plan, cause=cause, parts=parts))
 
 
 def _join(plan: Plan, workers: tuple[int, ...]) -> PlanDecision:
@@ -156,37 +178,60 @@ def _join(plan: Plan, workers: tuple[int, ...]) -> PlanDecision:
     return PlanDecision(Action.KEEP, f"worker(s) {_listed(workers)} have their stages")
 
 
-def _lose(cluster: Cluster, plan: Plan, losses: tuple[Loss, ...]) -> PlanDecision:
+def _lose(cluster: Cluster, plan: Plan, event: Lost) -> PlanDecision:
+    losses = event.losses
     victims = [loss for loss in losses if any(loss.worker in owners for owners in plan.owners)]
     if not victims:
         return PlanDecision(Action.KEEP, f"no stage was lost with worker(s) {_listed(loss.worker for loss in losses)}")
     cause = "; ".join(loss.reason for loss in victims)
     after = fail_over(plan, [loss.worker for loss in losses], redundancy=cluster.bounds.redundancy, cause=cause)
-    action = Action.ABORT if after.aborted else Action.FAILOVER
-    return PlanDecision(action, f"{cause}: {_handed_over(plan, after)}", after)
+    reason = f"{cause}: {_handed_over(plan, after)}"
+    if not event.settled:
+        after = replace(after, aborted=True)
+        reason += "; the epoch had just begun, and not all may have the layers that it gave them"
+    return PlanDecision(Action.ABORT if after.aborted else Action.FAILOVER, reason, after)
 
 
-def _next_epoch(cluster: Cluster, plan: Plan) -> PlanDecision:
+def _reshape(cluster: Cluster, plan: Plan, costs: Costs) -> PlanDecision:
+    """Decide whether a plan that could go on is replaced, now that a step has committed."""
+    bounds, live = cluster.bounds, cluster.live(plan.dead)
+    missing = sorted(set(plan.workers) - {worker.id for worker in live})
+    if missing:
+        return PlanDecision(Action.KEEP, f"worker(s) {_listed(missing)} are not there any more: that is decided first")
+    shape = bounds.shape(len(live))
+    if shape is None:
+        return PlanDecision(Action.KEEP, f"the plan {_number(plan)} goes on: {_too_few(bounds, live)}")
+    judgement = weigh(plan, shape=shape, bounds=bounds, costs=costs, workers=len(live))
+    if not judgement.reshape:
+        return PlanDecision(Action.KEEP, judgement.reason)
+    return _next_epoch(cluster, plan, shape=shape, cause=judgement.reason)
+
+
+def _restart(cluster: Cluster, plan: Plan) -> PlanDecision:
     """Decide how an aborted job goes on."""
     bounds, live = cluster.bounds, cluster.live(plan.dead)
     shape = bounds.shape(len(live))
     if shape is None:
         return PlanDecision(Action.WAIT, _too_few(bounds, live))
+    return _next_epoch(cluster, plan, shape=shape, cause=f"the plan {_number(plan)} was aborted ({plan.cause})")
+
+
+def _next_epoch(cluster: Cluster, plan: Plan, *, shape: Shape, cause: str) -> PlanDecision:
+    """Return the plan of a shape that moves least, and whether its layers are all there."""
+    bounds, live = cluster.bounds, cluster.live(plan.dead)
     unheld = unheld_stages(plan, alive=(worker.id for worker in live), redundancy=bounds.redundancy)
-    cause = f"the plan {_number(plan)} was aborted ({plan.cause})"
     if unheld:
         cause += f"; nobody alive holds stage(s) {_listed(unheld)}"
-    action = Action.RESTORE if unheld else Action.RECONFIGURE
-    # Whoever had a stage and is not there any more must not come back with it.
-    dead = plan.dead.union(plan.workers) - {worker.id for worker in live}
     after = Plan(
-        owners=arrange(live, shape=shape),
+        owners=arrange(live, shape=shape, keep=moving(plan, num_stages=shape.num_stages, bounds=bounds)),
         epoch=plan.epoch + 1,
-        dead=dead,
+        # Whoever had a stage and is not there any more must not come back with it.
+        dead=plan.dead.union(plan.workers) - {worker.id for worker in live},
         from_checkpoint=bool(unheld),
         cause=cause,
+        parts=bounds.model.parts(shape.num_stages),
     )
-    return PlanDecision(action, f"{cause}: {shape}", after)
+    return PlanDecision(Action.RESTORE if unheld else Action.RECONFIGURE, f"{cause}: {shape}", after)
 
 
 def _number(plan: Plan) -> str:

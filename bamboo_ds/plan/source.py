@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from bamboo_ds.errors import InfeasiblePlanError
 from bamboo_ds.plan.plan import Plan
 
 
@@ -27,6 +28,10 @@ class PlanSource(Protocol):
 
     def current(self) -> Plan:
         """Return the newest plan."""
+        ...
+
+    def await_place(self, plan: Plan) -> None:
+        """Wait for a newer plan; if this worker has no place in `plan`, say that it can be given one."""
         ...
 
     def check(self, plan: Plan) -> None:
@@ -72,6 +77,14 @@ class StaticPlanSource:
     def current(self) -> Plan:
         """Return the one plan."""
         return self._plan
+
+    def await_place(self, plan: Plan) -> None:
+        """Refuse: a static plan is never replaced.
+
+        Raises:
+            InfeasiblePlanError: always.
+        """
+        raise InfeasiblePlanError(f"worker {self._worker} awaits a newer plan in a job whose plan is fixed")
 
     def check(self, plan: Plan) -> None:
         """Do nothing: a static plan is never replaced."""

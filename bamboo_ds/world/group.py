@@ -5,6 +5,9 @@ call, so a script that says `if get_rank() == 0` finds someone who says yes, who
 inner group (gloo for host tensors, the accelerator's own for others) that forms at the first of them, among the workers
 of the moment, and anew when those have changed. A worker's death, a newer plan without it or a failure end a collective
 within milliseconds: whoever hears of it poisons its inner group, so that all others raise too.
+
+A worker that comes when the others train already has the rank that it would have with a place; until it has one, its
+collectives are its own, as nobody would answer them.
 """
 
 from __future__ import annotations
@@ -143,6 +146,8 @@ class BambooProcessGroup(torch_distributed.ProcessGroup):
 
     def _formed(self) -> _Circle:
         number, workers = self._company()
+        if self._member.alone:
+            workers = (self._member.worker,)
         if self._circle is None or self._circle.workers != workers:
             # The others may still be in a collective that we have done our part of: so the old one is not ended.
             self._former, self._circle = self._circle, self._form(number, workers)
@@ -155,7 +160,8 @@ class BambooProcessGroup(torch_distributed.ProcessGroup):
         check()
         if self._member.worker not in workers:
             raise PlanChangedError(f"worker {self._member.worker} has no part in a collective of workers {workers}")
-        backing = StoreKeys(self._member.store).below(f"{keys.rendezvous(number, 'user')}{self._name}/")
+        scope = f"{self._name}/alone-{workers[0]}" if self._member.alone else self._name
+        backing = StoreKeys(self._member.store).below(f"{keys.rendezvous(number, 'user')}{scope}/")
         store = RendezvousStore(backing, timeout_seconds=self._timeout.total_seconds(), check=check)
         try:
             (circle,) = made_while(
@@ -212,6 +218,8 @@ class BambooProcessGroup(torch_distributed.ProcessGroup):
             )
 
     def _is_over(self, workers: tuple[int, ...]) -> bool:
+        if self._member.alone:
+            return workers != (self._member.worker,)
         dead = self._member.dead
         return not dead.isdisjoint(workers) or (self._workers is None and self._company()[1] != workers)
 

@@ -17,9 +17,14 @@ from bamboo_ds.plan.codec import decode, encode
 from bamboo_ds.plan.commit import Ballot, Outcome
 from bamboo_ds.plan.failover import fail_over
 from bamboo_ds.plan.job import JobSettings, JobSpec, Roster
+from bamboo_ds.plan.model import Model
 
 PLAN = static_plan(world_size=4, num_stages=2)
 SPEC = JobSpec(publisher=0, num_stages=4, num_layers=10, pipelines=2, min_stages=2, redundancy="fit")
+CUTS = {4: (0, 2, 5, 7, 10), 3: (0, 3, 7, 10), 2: (0, 5, 10)}
+FULL = replace(
+    SPEC, partitions=CUTS, layer_costs=(0.1,) * 9 + (1 / 3,), layer_bytes=(2**40,) * 9 + (0,), micro_batches=16
+)
 VOTE = Vote(1, 5, 0, 1, squared_norms={"3": math.inf, "tied:e": 1e-30}, losses={0: 1 / 3, 11: 0.1}, overflow=True)
 DECISION = Decision(5, 1 / 3, (0.1, 0.2), {"aux": 0.5}, math.inf, True, ((0.1, 0.2),))
 
@@ -27,6 +32,8 @@ RECORDS: list[Any] = [
     Roster((0, 1, 7), cause="3 workers are ready"),
     Roster(()),
     SPEC,
+    FULL,
+    replace(FULL, launched=replace(PLAN, parts=CUTS[2])),
     replace(SPEC, pipelines=None, redundancy="off", launched=PLAN),
     replace(SPEC, launched=fail_over(PLAN, [0], redundancy=True, cause="worker 0 ended: \N{SKULL}")),
     JobSettings(3, {"optimizer.params.lr": "0.001", "train_batch_size": "64", "bamboo.job": '"gpt"'}),
@@ -52,12 +59,16 @@ def test_records_come_back_bit_by_bit(record: Any) -> None:
         (Roster((0, 7), "why"), b'{"cause":"why","record":"roster","schema":1,"workers":[0,7]}'),
         (
             replace(SPEC, pipelines=None),
-            b'{"launched":null,"min_stages":2,"num_layers":10,"num_stages":4,"pipelines":null,"publisher":0,'
-            b'"record":"job_spec","redundancy":"fit","schema":1}',
+            b'{"launched":null,"layer_bytes":[],"layer_costs":[],"micro_batches":null,"min_stages":2,"num_layers":10,'
+            b'"num_stages":4,"partitions":{},"pipelines":null,"publisher":0,"record":"job_spec","redundancy":"fit",'
+            b'"schema":1}',
         ),
-        (JobSettings(3, {"a.b": "1"}), b'{"publisher":3,"record":"job_settings","schema":1,"settings":{"a.b":"1"}}'),
+        (
+            JobSettings(3, {"a.b": "1"}),
+            b'{"micro_batches":null,"publisher":3,"record":"job_settings","schema":1,"settings":{"a.b":"1"}}',
+        ),
         (Outcome(refusal="no"), b'{"decision":null,"record":"outcome","refusal":"no","rows":[],"schema":1}'),
-        (Ballot((), 2.0), b'{"loss_scale":2.0,"record":"ballot","rows":[],"schema":1,"votes":[]}'),
+        (Ballot((), 2.0), b'{"boundary":false,"loss_scale":2.0,"record":"ballot","rows":[],"schema":1,"votes":[]}'),
     ],
 )
 def test_the_text_of_records(record: Any, text: bytes) -> None:
@@ -115,6 +126,18 @@ def test_the_specification_bounds_the_plans(redundancy: str, bounds: Bounds) -> 
     assert found.shape(9) == Shape(4, 2)
 
 
+def test_the_specification_says_what_is_known_of_the_model() -> None:
+    model = Model(CUTS, FULL.layer_costs, FULL.layer_bytes, micro_batches=16)
+    assert FULL.bounds == Bounds(num_stages=4, pipelines=2, min_stages=2, redundancy=True, model=model)
+    assert SPEC.bounds.model == Model()
+    assert decode(JobSpec, encode(FULL)).bounds.model.parts(3) == (0, 3, 7, 10), "the keys are numbers again"
+
+
+def test_cuts_that_cannot_be_are_refused_when_the_bounds_are_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"partitions\[4\] = \(0, 10\)"):
+        _ = replace(SPEC, partitions={4: (0, 10)}).bounds
+
+
 def test_a_specification_that_cannot_be_is_refused_when_its_bounds_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="min_stages = 5: must be between 1 and the stages of the model, 4"):
         _ = replace(SPEC, min_stages=5).bounds
@@ -129,6 +152,9 @@ def test_a_specification_that_cannot_be_is_refused_when_its_bounds_are_asked_for
         ({"min_stages": 1}, "min_stages = 1 here, but 2 in the job"),
         ({"redundancy": "off"}, "redundancy = off here, but fit in the job"),
         ({"launched": PLAN}, "launched = Plan.* here, but absent in the job"),
+        ({"partitions": {4: (0, 1, 2, 3, 10)}}, r"partitions = {4: \(0, 1, 2, 3, 10\)} here, but {} in the job"),
+        ({"layer_costs": (1.0,) * 10}, r"layer_costs = \(1.0, .* here, but \(\) in the job"),
+        ({"micro_batches": 8}, "micro_batches = 8 here, but absent in the job"),
     ],
 )
 def test_another_specification_is_refused_by_the_name_of_what_differs(change: dict[str, Any], words: str) -> None:
@@ -136,8 +162,9 @@ def test_another_specification_is_refused_by_the_name_of_what_differs(change: di
         SPEC.check(replace(SPEC, publisher=3, **change))
 
 
-def test_who_published_makes_no_difference() -> None:
+def test_who_published_and_how_its_device_pads_make_no_difference() -> None:
     SPEC.check(replace(SPEC, publisher=3))
+    FULL.check(replace(FULL, layer_bytes=(1,) * 10))
     JobSettings(0, {"a": "1"}).check(JobSettings(5, {"a": "1"}))
 
 

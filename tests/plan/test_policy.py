@@ -11,6 +11,7 @@ from bamboo_ds.plan import Place, Plan, static_plan
 from bamboo_ds.plan.cluster import Bounds, Cluster, Node, Shape
 from bamboo_ds.plan.failover import Takeover, fail_over, takeovers
 from bamboo_ds.plan.membership import Cause, Loss
+from bamboo_ds.plan.model import Model
 from bamboo_ds.plan.plan import NOBODY
 from bamboo_ds.plan.policy import (
     Action,
@@ -93,6 +94,10 @@ def test_the_plan_of_a_launcher_is_taken_as_it_is_once_its_workers_are_there() -
     assert decision.action is Action.START
     assert written(decision) == replace(given.plan, cause="the launcher has placed 8 workers")
     assert decide(cluster_of(9, FOUR_BY_TWO), written(decision), given).action is Action.KEEP
+    cut = replace(FOUR_BY_TWO, model=Model({4: (0, 1, 2, 3, 9)}))
+    assert written(decide(cluster_of(8, cut), None, given)).parts == (0, 1, 2, 3, 9)
+    own = Launched(replace(given.plan, parts=(0, 2, 4, 6, 9)))
+    assert written(decide(cluster_of(8, cut), None, own)).parts == (0, 2, 4, 6, 9)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,7 @@ from bamboo_ds.plan.cluster import Bounds, Node
 from bamboo_ds.plan.codec import decode, encode
 from bamboo_ds.plan.failover import fail_over
 from bamboo_ds.plan.membership import LinkReport
+from bamboo_ds.plan.model import Model
 
 PLAN = static_plan(world_size=4, num_stages=2)
 
@@ -32,6 +34,8 @@ RECORDS: list[Any] = [
     Plan(owners=((7,),), epoch=3, dead=frozenset({0, 1, 2, 4}), from_checkpoint=True),
     Node("n1", "eu-1a", (3, 4), address="10.0.0.1", spot=False),
     Bounds(num_stages=4, pipelines=None, min_stages=2, redundancy=False),
+    Bounds(num_stages=2, model=Model({1: (0, 3), 2: (0, 1, 3)}, (0.5, 1.5, 0.1), (8, 0, 2**50), micro_batches=4)),
+    Plan(owners=((3, 4),), epoch=2, parts=(0, 7, 12)),
     LinkReport(1, 2, epoch=0, version=3, detail="connection reset"),
     Vote(1, 5, 0, 1, squared_norms={"3": math.inf, "tied:e": 1e-30}, losses={0: 1 / 3, 11: 0.1}, overflow=True),
     Decision(5, 1 / 3, (0.1, 0.2), {"aux": 0.5}, math.inf, True, ((0.1, 0.2),)),
@@ -48,6 +52,12 @@ def test_records_come_back_bit_by_bit(record: Any) -> None:
 
 def test_the_text_of_a_plan() -> None:
     assert encode(PLAN) == GOLDEN
+
+
+def test_the_cut_of_a_plan_is_written_where_there_is_one() -> None:
+    text = GOLDEN.replace(b'"record"', b'"parts":[0,3,9],"record"')
+    assert encode(replace(PLAN, parts=(0, 3, 9))) == text
+    assert decode(Plan, text).parts == (0, 3, 9)
 
 
 def test_any_mapping_is_written_as_a_dict() -> None:

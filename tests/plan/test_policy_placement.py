@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from bamboo_ds.errors import InfeasiblePlanError
 from bamboo_ds.plan import static_plan
 from bamboo_ds.plan.cluster import Shape, Worker
-from bamboo_ds.plan.placement import Grid, arrange, faults
+from bamboo_ds.plan.layouts import Grid, faults
+from bamboo_ds.plan.placement import arrange
 
 
 def layout(workers: list[Worker], shape: Shape) -> Grid:

@@ -8,19 +8,15 @@ local provider and the benches of the fleet ask it; it starts nothing itself, bu
 from __future__ import annotations
 
 import bisect
-import csv
 import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from bamboo_ds.errors import ConfigError
 
-__all__ = ["Answer", "Manners", "Market", "Supply", "read_supply", "steady_supply"]
-
-_MS = 1000.0
+__all__ = ["Answer", "Manners", "PretendMarket", "Supply", "steady_supply"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +25,19 @@ class Supply:
 
     moments: Mapping[str, tuple[float, ...]]
     capacities: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, changes: Iterable[tuple[float, str, int]], *, zones: Sequence[str]) -> Supply:
+        """Return the supply of (seconds, zone, nodes more or fewer), in the order of time."""
+        moments: dict[str, list[float]] = {zone: [0.0] for zone in zones}
+        capacities: dict[str, list[int]] = {zone: [0] for zone in zones}
+        for seconds, zone, change in changes:
+            moments[zone].append(seconds)
+            capacities[zone].append(capacities[zone][-1] + change)
+        return cls(
+            {zone: tuple(found) for zone, found in moments.items()},
+            {zone: tuple(found) for zone, found in capacities.items()},
+        )
 
     @property
     def zones(self) -> tuple[str, ...]:
@@ -70,7 +79,9 @@ class Manners:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"market {name} = {getattr(self, name)}: must be a share between 0 and 1")
         if not 0 <= self.delay_seconds[0] <= self.delay_seconds[1]:
-            raise ConfigError(f"market delay_seconds = {list(self.delay_seconds)}: must be the shortest and the longest")
+            raise ConfigError(
+                f"market delay_seconds = {list(self.delay_seconds)}: must be the shortest and the longest"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ class _Book:
     """Tokens by name of the node."""
 
 
-class Market:
+class PretendMarket:
     """The market. All moments are seconds of one clock, and never go back.
 
     Args:
@@ -195,71 +206,3 @@ class Market:
 def steady_supply(zones: Sequence[str], *, capacity: int) -> Supply:
     """Return a supply of the same capacity in each zone, for ever."""
     return Supply(dict.fromkeys(zones, (0.0,)), dict.fromkeys(zones, (capacity,)))
-
-
-def read_supply(path: Path, *, zones: Sequence[str], seconds: float, begin: float = 0.0) -> Supply:
-    """Read a trace of `milliseconds,add|remove,node` rows as a supply.
-
-    Each node of the trace is one place; the places are given to the zones in turn, by their names' first appearance.
-
-    Args:
-        path: of the trace.
-        zones: to give its nodes to.
-        seconds: how much of it to take; a shorter trace begins anew from its start.
-        begin: where in it to begin, in seconds.
-
-    Raises:
-        ConfigError: names file and line of a row that is malformed.
-    """
-    rows = _rows(path)
-    if not rows:
-        raise ConfigError(f"{path}: holds no row")
-    places: dict[str, str] = {}
-    for _, _, node in rows:
-        places.setdefault(node, zones[len(places) % len(zones)])
-    steps = sorted(_unrolled(rows, begin=begin, seconds=seconds), key=lambda row: row[0])
-    levels = Counter[str]()
-    moments: dict[str, list[float]] = {zone: [0.0] for zone in zones}
-    capacities: dict[str, list[int]] = {zone: [0] for zone in zones}
-    for at, change, node in steps:
-        zone = places[node]
-        levels[zone] += change
-        moments[zone].append(max(at, 0.0))
-        capacities[zone].append(max(levels[zone], 0))
-    return Supply(
-        {zone: tuple(found) for zone, found in moments.items()},
-        {zone: tuple(found) for zone, found in capacities.items()},
-    )
-
-
-_Row = tuple[float, int, str]
-
-
-def _unrolled(rows: Sequence[_Row], *, begin: float, seconds: float) -> Iterable[_Row]:
-    """Yield the rows from `begin` on, relative to it; after the last comes the first: all nodes end and start again."""
-    length = max(rows[-1][0], 1.0)
-    for lap in itertools.count():
-        offset = lap * length - begin
-        if offset > seconds:
-            return
-        alive: set[str] = set()
-        for at, change, node in rows:
-            if offset + at > seconds:
-                break
-            (alive.add if change > 0 else alive.discard)(node)
-            yield offset + at, change, node
-        else:
-            yield from ((offset + length, -1, node) for node in sorted(alive))
-
-
-def _rows(path: Path) -> list[_Row]:
-    signs = {"add": 1, "remove": -1}
-    rows: list[_Row] = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.reader(file), start=1):
-            try:
-                at, what, node = row
-                rows.append((float(at) / _MS, signs[what], node))
-            except (ValueError, KeyError):
-                raise ConfigError(f"{path}:{number}: {row}: must be milliseconds,add|remove,node") from None
-    return sorted(rows, key=lambda row: row[0])
