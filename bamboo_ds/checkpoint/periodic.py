@@ -91,11 +91,9 @@ class Periodic:
         if self._begun is not None and dead.intersection(self._begun.workers):
             self._background.give_up()
 
-    def finish(self, *, timeout_seconds: float | None = None) -> bool:
+    def finish(self, *, timeout_seconds: float) -> bool:
         """Wait for what is being written; return whether it has ended."""
-        return self._background.finish(
-            timeout_seconds=self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        )
+        return self._background.finish(timeout_seconds=timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

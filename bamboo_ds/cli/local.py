@@ -3,6 +3,8 @@
 ::
 
     with LocalCluster(program, nodes=8, zones=("a", "b", "c")) as cluster:
+        cluster.kill("n3")
+        cluster.add(zone="a")  # it is called n8
         code = cluster.wait()
 
 The agents are forked from this process after it has imported torch and DeepSpeed, and the workers from them, so eight
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import pickle
 import signal
@@ -54,7 +57,7 @@ class LocalCluster:
 
     Args:
         program: a `Script`, run in a fork of this warmed-up process, or a callable, whose value is kept (`results`).
-        nodes: their number; they are called n0, n1, ...
+        nodes: their number at the beginning; they are called n0, n1, ..., as are those that are added.
         zones: given to the nodes in turn.
         job: name of the job.
         etcd: servers to use; None for an embedded one.
@@ -98,8 +101,7 @@ class LocalCluster:
             raise ConfigError(f"local nodes = {nodes}: a cluster has at least 1")
         if not zones:
             raise ConfigError("zones: give at least 1")
-        if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("a LocalCluster must be made in the main thread: its nodes die with the thread")
+        _check_thread()
         self._program, self._etcd, self._zones, self._warm = program, etcd, tuple(zones), warm
         self._namespaces, self._log_folder, self._metrics_port = namespaces, log_folder, metrics_port
         self._common = {
@@ -113,8 +115,8 @@ class LocalCluster:
             "alone": False,
             "environment": {**_few_threads(nodes * workers), **(environment or {})},
         }
-        self._nodes = {f"n{index}": index for index in range(nodes)}
-        self._running: dict[str, LocalNode] = {}
+        self._begin_with = nodes
+        self._nodes: dict[str, LocalNode] = {}
         self._network: Network | None = None
         self._server: EmbeddedEtcd | None = None
         self._folder: Path | None = None
@@ -147,9 +149,7 @@ class LocalCluster:
             starting = other.submit(self._start_etcd)
             _import_heavy(warm=self._warm)
             starting.result()
-        for name, index in self._nodes.items():
-            self._running[name] = LocalNode(name, index, self._settings(name, index, folder))
-        self._fork_all(folder)
+        self._fork_all([self._new_node(folder) for _ in range(self._begin_with)], folder)
 
     def _start_etcd(self) -> None:
         if self._etcd is not None:
@@ -159,14 +159,37 @@ class LocalCluster:
         self._server.start()
         self._etcd = EtcdConfig(endpoints=(self._server.endpoint,))
 
-    def _settings(self, name: str, index: int, folder: Path) -> AgentSettings:
+    def add(self, *, zone: str | None = None) -> str:
+        """Start one more node and return its name, which no other has had; it joins the job by itself.
+
+        Args:
+            zone: of the node; None for the next in turn.
+
+        Raises:
+            ConfigError: the cluster has not begun or has ended, or this machine cannot do it.
+        """
+        if self._folder is None or not self._folder.exists():
+            raise ConfigError("add: the cluster does not run: use it in a `with` block")
+        _check_thread()
+        node = self._new_node(self._folder, zone=zone)
+        self._fork_all([node], self._folder)
+        return node.name
+
+    def _new_node(self, folder: Path, *, zone: str | None = None) -> LocalNode:
+        index = len(self._nodes)
+        name = f"n{index}"
+        zone = self._zones[index % len(self._zones)] if zone is None else zone
+        node = self._nodes[name] = LocalNode(name, index, self._settings(name, index, zone, folder))
+        return node
+
+    def _settings(self, name: str, index: int, zone: str, folder: Path) -> AgentSettings:
         home = folder / name
         (home / "tmp").mkdir(parents=True)
         address = self._network.node_address(index) if self._network else _loopback(index)
         return AgentSettings(
             etcd=self.etcd,
             node=name,
-            zone=self._zones[index % len(self._zones)],
+            zone=zone,
             program=self._prepared(folder),
             address=address,
             log_folder=(self._log_folder or folder / "logs") / name,
@@ -180,16 +203,16 @@ class LocalCluster:
             return functools.partial(run_script, self._program) if self._warm else self._program
         return functools.partial(run_and_keep, self._program, folder)
 
-    def _fork_all(self, folder: Path) -> None:
-        """Fork the agents; those with a network of their own wait until all have a link."""
-        gates = {name: Gate() for name in self._running} if self._network else {}
-        for name, node in self._running.items():
+    def _fork_all(self, nodes: Sequence[LocalNode], folder: Path) -> None:
+        """Fork agents; those with a network of their own wait until all have a link."""
+        gates = {node.name: Gate() for node in nodes} if self._network else {}
+        for node in nodes:
             child = functools.partial(
                 be_agent,
                 node.settings,
                 launcher=os.getpid(),
-                temporary_folder=folder / name / "tmp",
-                gate=gates.get(name),
+                temporary_folder=folder / node.name / "tmp",
+                gate=gates.get(node.name),
             )
             node.pid = forking.fork(child)
         linked = False
@@ -197,7 +220,7 @@ class LocalCluster:
             for gate in gates.values():
                 gate.await_child()
             if self._network is not None:
-                self._network.attach([node.pid for node in self._running.values()])
+                self._network.attach({node.index: node.pid for node in nodes})
             linked = True
         finally:
             for gate in gates.values():
@@ -205,7 +228,7 @@ class LocalCluster:
 
     def end(self) -> None:
         """End everything; may be called again."""
-        nodes = list(self._running.values())
+        nodes = list(self._nodes.values())
         running = [node for node in nodes if not node.reap()]
         idle = [node for node in running if node.idle]
         send([node.pid for node in running if node not in idle], signal.SIGTERM)
@@ -236,15 +259,20 @@ class LocalCluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the nodes."""
+        """Names of all nodes that there have been."""
         return tuple(self._nodes)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Names of the nodes that run: their agent has not ended, and they are neither stopped nor cut off."""
+        return tuple(name for name, node in self._nodes.items() if not node.reap() and not node.idle)
 
     @property
     def codes(self) -> dict[str, int | None]:
         """The exit code of each agent, by node: negative for a signal, None while it runs."""
-        for node in self._running.values():
+        for node in self._nodes.values():
             node.reap()
-        return {name: node.code for name, node in self._running.items()}
+        return {name: node.code for name, node in self._nodes.items()}
 
     def log_folder(self, node: str) -> Path:
         """Return the folder of a node's logs."""
@@ -272,9 +300,11 @@ class LocalCluster:
         """Break a node from outside, and return `time.monotonic()` of the fault.
 
         Raises:
-            ConfigError: there is no such node, or `cut` without namespaces.
+            ConfigError: there is no such node, it has ended, or `cut` without namespaces.
         """
         found = self._node(node)
+        if found.reap():
+            raise ConfigError(f"node {node} has ended with code {found.code}")
         if how == "cut":
             if self._network is None:
                 raise ConfigError("cut: the nodes of this cluster have no link to cut; make it with namespaces=True")
@@ -302,51 +332,64 @@ class LocalCluster:
         return at
 
     def _node(self, name: str) -> LocalNode:
-        if name not in self._running:
-            raise ConfigError(f"no node {name} runs here; there are {', '.join(self._running) or 'none'}")
-        return self._running[name]
+        if name not in self._nodes:
+            raise ConfigError(f"no node {name} runs here; there are {', '.join(self._nodes) or 'none'}")
+        return self._nodes[name]
 
     # ---- its end -----------------------------------------------------------------------------------------------
 
-    def wait(self, timeout_seconds: float | None = None) -> int:
+    def wait(self, timeout_seconds: float | None = None, *, meanwhile: Callable[[], bool] | None = None) -> int:
         """Wait for the end of the job, and return the exit code: 0 it has finished, 1 it has failed or no node is left.
 
         Nodes that are stopped or cut off are not waited for.
+
+        Args:
+            timeout_seconds: longest time; None for no limit.
+            meanwhile: called again and again; it may add and kill nodes. While it returns True, more nodes may come, so
+                that there are none is not the end.
 
         Raises:
             TimeoutError: it is not over in time.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         over_at: float | None = None
-        while waiting := [node for node in self._running.values() if not node.reap()]:
+        while True:
+            more_may_come = meanwhile is not None and meanwhile()
+            waiting = [node for node in self._nodes.values() if not node.reap()]
             now = time.monotonic()
-            if over_at is None and any(self._verdicts()):
+            if over_at is None and self.over:
                 over_at = now
-            someone_gone = len(waiting) < len(self._running)
-            if (over_at is not None and now > over_at + _LATE_SECONDS) or (
-                someone_gone and all(node.idle for node in waiting)
-            ):
+            nobody_left = len(waiting) < len(self._nodes) and all(node.idle for node in waiting)
+            if (over_at is not None and now > over_at + _LATE_SECONDS) or (nobody_left and not more_may_come):
                 kill_nodes(waiting)
-                break
+                return self._code()
             if deadline is not None and now > deadline:
                 raise TimeoutError(f"the job is not over after {timeout_seconds:g} s; {len(waiting)} nodes run")
             time.sleep(POLL_SECONDS)
-        return self._code()
 
-    def _verdicts(self) -> list[bool]:
-        """Return for each agent whose word counts whether it has said how the job ended."""
-        return [node.fault is None and node.code in (FINISHED, FAILED) for node in self._running.values()]
+    @property
+    def over(self) -> bool:
+        """Whether an agent whose word counts has said how the job ended."""
+        return any(node.fault is None and node.reap() and node.code in (FINISHED, FAILED) for node in self._nodes.values())
 
     def _code(self) -> int:
-        said = {node.code for node in self._running.values() if node.fault is None}
+        said = {node.code for node in self._nodes.values() if node.fault is None}
         return FINISHED if FINISHED in said and FAILED not in said else FAILED
 
 
+def _check_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("the nodes of a LocalCluster must be made in the main thread: they die with the thread")
+
+
 def _import_heavy(*, warm: bool) -> None:
-    """Import once what all forks need: the client of etcd (not a connection) and, if asked for, torch and DeepSpeed."""
+    """Import once what all forks need: the client of etcd (not a connection), what plans are made with, and, if asked
+    for, torch and DeepSpeed.
+    """
     from bamboo_ds.store.etcd_protobuf import etcd_messages
 
     etcd_messages()
+    importlib.import_module("scipy.optimize")
     if warm:
         from bamboo_ds.cli.bench.workers import warm_up  # its package, the benches, imports this module
 

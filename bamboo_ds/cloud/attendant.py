@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from bamboo_ds.cloud import keys as fleet_keys
@@ -78,6 +78,7 @@ class Cloud:
         provider: makes the provider, in the thread that uses it; None to keep no fleet.
         prices: makes the price book, likewise.
         sources: who may warn of the end of this node.
+        poll_seconds: between two looks at them; EC2 recommends 5 at most, and warns two minutes before.
         on_cost: is told of each count, from a thread.
     """
 
@@ -86,7 +87,8 @@ class Cloud:
     provider: Callable[[], Provider] | None
     prices: Callable[[], PriceBook]
     sources: Sequence[Source] = ()
-    on_cost: Callable[[Cost], None] | None = field(default=None)
+    poll_seconds: float = 2.0
+    on_cost: Callable[[Cost], None] | None = None
 
 
 class Attendant:
@@ -102,7 +104,9 @@ class Attendant:
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._notice: Notice | None = None
         self._timer: threading.Timer | None = None
-        self._watcher = NoticeWatcher(cloud.sources, self._on_notice) if cloud.sources else None
+        self._watcher: NoticeWatcher | None = None
+        if cloud.sources:
+            self._watcher = NoticeWatcher(cloud.sources, self._on_notice, poll_seconds=cloud.poll_seconds)
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
 

@@ -32,8 +32,8 @@ class FleetRules:
         appear_seconds: how long a cloud may take to list an instance that it has granted.
     """
 
-    retry_seconds: float = 30.0
-    retry_max_seconds: float = 600.0
+    retry_seconds: float = 15.0
+    retry_max_seconds: float = 60.0
     release_seconds: float = 300.0
     boot_seconds: float = 900.0
     appear_seconds: float = 180.0

@@ -134,8 +134,11 @@ class Keeper:
         for trouble in holdings.troubles:
             self._tell_trouble(trouble)
         now, ledger = self._wall(), self._read()
-        listed = ledger.listed(holdings.instances, now=now)
-        facts = self._facts(holdings, listed, now)
+        joined = self._joined()
+        self._remember(holdings, ledger, joined, now)
+        strangers = {name: node.zone for name, node in joined.items() if name not in self._seen_at}
+        listed = ledger.listed(holdings.instances, now=now).visited(strangers, rules=self._settings.rules, now=now)
+        facts = self._facts(holdings, listed, joined, now)
         wish = fleet(facts, self._settings.rules)
         for release in wish.releases:
             self._release(release)
@@ -158,11 +161,13 @@ class Keeper:
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
-    def _facts(self, holdings: Holdings, ledger: Ledger, now: float) -> FleetFacts:
+    def _joined(self) -> dict[str, Node]:
+        """Return the nodes that have joined, by the ids of their instances; by their names where none is known."""
         nodes = [decode(Node, entry.value) for entry in self._store.list(keys.NODES).entries]
         names = instance_names(self._store)
-        joined = {names.get(node.name, node.name): node for node in nodes}
-        self._remember(holdings, ledger, joined, now)
+        return {names.get(node.name, node.name): node for node in nodes}
+
+    def _facts(self, holdings: Holdings, ledger: Ledger, joined: Mapping[str, Node], now: float) -> FleetFacts:
         under_way = Counter(holdings.under_way)
         for order in ledger.open:
             under_way[order.zone] += order.nodes
@@ -171,7 +176,7 @@ class Keeper:
             zones=self._provider.zones,
             instances=holdings.instances,
             unlisted=tuple(one.instance for one in ledger.unlisted.values()),
-            strangers={name: node.zone for name, node in joined.items() if name not in self._seen_at},
+            strangers={name: one.zone for name, one in ledger.strangers.items()},
             under_way=under_way,
             closed=ledger.closed_seconds(now),
             idle=self._idle(joined),

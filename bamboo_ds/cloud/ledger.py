@@ -17,7 +17,7 @@ from bamboo_ds.cloud.port import Grant, Instance, Order
 from bamboo_ds.cloud.trouble import Trouble
 from bamboo_ds.errors import ConfigError
 
-__all__ = ["Closed", "Ledger", "Unlisted"]
+__all__ = ["Closed", "Ledger", "Stranger", "Unlisted"]
 
 SCHEMA = 1
 _MOST_DOUBLINGS = 20
@@ -40,6 +40,14 @@ class Unlisted:
 
 
 @dataclass(frozen=True, slots=True)
+class Stranger:
+    """A node that was started by hand: its zone, and until when it counts (Unix seconds); None while it is there."""
+
+    zone: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """The record.
 
@@ -49,6 +57,8 @@ class Ledger:
         open: orders of which nobody knows what came.
         unlisted: by id, instances that were granted and are not listed yet.
         closed: by zone (`ANY_ZONE` for all), what refused lately.
+        strangers: by name, nodes that were started by hand. No cloud tells whether the machine of one lives whose
+            agent has gone, so it counts for a while: agents are started again.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -56,6 +66,7 @@ class Ledger:
     open: tuple[Order, ...] = ()
     unlisted: Mapping[str, Unlisted] = field(default_factory=dict)
     closed: Mapping[str, Closed] = field(default_factory=dict)
+    strangers: Mapping[str, Stranger] = field(default_factory=dict)
 
     def ordered(self, wishes: Mapping[str, int], *, total: int, now: float) -> Ledger:
         """Return the record with new orders, one for each zone.
@@ -83,8 +94,8 @@ class Ledger:
     def refused(self, trouble: Trouble, *, rules: FleetRules, now: float) -> Ledger:
         """Return the record in which a zone is left alone, longer with each refusal in a row."""
         before = self.closed.get(trouble.zone, Closed(0, 0.0))
-        first = rules.retry_seconds * trouble.patience
-        pause = min(first * 2.0 ** min(before.failures, _MOST_DOUBLINGS), max(rules.retry_max_seconds, first))
+        pause = min(rules.retry_seconds * 2.0 ** min(before.failures, _MOST_DOUBLINGS), rules.retry_max_seconds)
+        pause *= trouble.patience
         return replace(self, closed={**self.closed, trouble.zone: Closed(before.failures + 1, now + pause)})
 
     def listed(self, instances: Iterable[Instance], *, now: float) -> Ledger:
@@ -92,6 +103,18 @@ class Ledger:
         seen = {instance.id for instance in instances}
         rest = {id_: one for id_, one in self.unlisted.items() if id_ not in seen and one.until > now}
         return self if len(rest) == len(self.unlisted) else replace(self, unlisted=rest)
+
+    def visited(self, strangers: Mapping[str, str], *, rules: FleetRules, now: float) -> Ledger:
+        """Return the record with the strangers that are there, by name and zone, and those that left lately."""
+        there = {name: Stranger(zone) for name, zone in strangers.items()}
+        gone = {name: one for name, one in self.strangers.items() if name not in there}
+        late = {
+            name: replace(one, until=now + rules.appear_seconds if one.until is None else one.until)
+            for name, one in gone.items()
+            if one.until is None or one.until > now
+        }
+        found = {**there, **late}
+        return self if found == self.strangers else replace(self, strangers=found)
 
     def closed_seconds(self, now: float) -> dict[str, float]:
         """Return for how long each closed zone is left alone."""
@@ -127,4 +150,5 @@ def _records(found: Mapping[str, Any]) -> dict[str, Any]:
             id_: Unlisted(Instance(**one["instance"]), one["until"]) for id_, one in found["unlisted"].items()
         },
         "closed": {zone: Closed(**one) for zone, one in found["closed"].items()},
+        "strangers": {name: Stranger(**one) for name, one in found["strangers"].items()},
     }

@@ -23,7 +23,6 @@ __all__ = ["FileNotices", "Notice", "NoticeWatcher", "Source", "source_of"]
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 2.0  # EC2 recommends 5 at most; it warns two minutes before
 _SILENT_SECONDS = 60.0  # a source that fails is asked again after so long
 _JOIN_SECONDS = 3.0
 GCP_WARNING_SECONDS = 30.0
@@ -178,7 +177,7 @@ class NoticeWatcher:
         sources: Sequence[Source],
         on_change: Callable[[Notice | None], None],
         *,
-        poll_seconds: float = _POLL_SECONDS,
+        poll_seconds: float,
     ) -> None:
         self._sources, self._on_change, self._poll_seconds = sources, on_change, poll_seconds
         self._notices: dict[int, Notice | None] = {}

@@ -112,10 +112,10 @@ class CloudConfig(_Model):
     look_seconds: Seconds = 15.0
     """How often to look at what the cloud has given."""
 
-    retry_seconds: Seconds = 30.0
+    retry_seconds: Seconds = 15.0
     """After a refusal a zone is asked again after so long, then after twice as long, and so on."""
 
-    retry_max_seconds: Seconds = 600.0
+    retry_max_seconds: Seconds = 60.0
     """At most after so long."""
 
     release_seconds: Seconds = 300.0

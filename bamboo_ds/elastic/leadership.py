@@ -7,6 +7,7 @@ store tells it. The pauses between are short only so as to notice a broken lease
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import threading
@@ -70,6 +71,7 @@ class Leadership:
 
     def run(self) -> None:
         """Stand for election and lead, again and again, until `stop` is called or the store is closed."""
+        importlib.import_module("scipy.optimize")  # takes up to a second, for which the first new epoch would wait
         while not self._stopped.is_set():
             try:
                 self._stand(self._lease())

@@ -21,7 +21,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from bamboo_ds.elastic import forking
@@ -32,6 +32,7 @@ __all__ = ["Network", "check_own_link", "cut_own_link", "enter_own_network"]
 _LINK = "bamboo0"
 _CLONE_NEWNET = 0x40000000
 _COMMAND_SECONDS = 20
+_LAST_INDEX = 252  # has the address .254
 _NETWORKS = [f"198.{second}.{third}" for second in (18, 19) for third in range(256)]
 """Set aside for tests of network devices (RFC 2544): no real host is there."""
 
@@ -95,18 +96,28 @@ class Network:
             raise
 
     def node_address(self, index: int) -> str:
-        """Return the address of a node, by its index from 0."""
+        """Return the address of a node, by its index from 0.
+
+        Raises:
+            ConfigError: the network has no more addresses.
+        """
+        if index > _LAST_INDEX:
+            raise ConfigError(f"a network of namespaces has addresses for {_LAST_INDEX + 1} nodes, those that ended too")
         return f"{self._base}.{index + 2}"
 
-    def attach(self, processes: Sequence[int]) -> None:
-        """Give the networks of some processes, which are nodes 0, 1, ... from now on, a link to all others."""
+    def attach(self, processes: Mapping[int, int]) -> None:
+        """Give the networks of some processes a link to all others.
+
+        Args:
+            processes: their ids, by the index of the node.
+        """
         ports = []
-        for index, pid in enumerate(processes):
+        for index, pid in processes.items():
             port = f"port{index}"
             ports.append(f"link add {port} type veth peer name {_LINK} netns {pid}")
             ports += [f"link set {port} master bridge", f"link set {port} up"]
         _ip(ports, inside=self._holder)
-        for index, pid in enumerate(processes):
+        for index, pid in processes.items():
             address = f"addr add {self.node_address(index)}/24 dev {_LINK}"
             _ip(["link set lo up", address, f"link set {_LINK} up"], inside=pid)
 

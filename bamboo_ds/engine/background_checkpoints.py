@@ -18,6 +18,8 @@ from bamboo_ds.engine.checkpoint_parts import CheckpointParts
 from bamboo_ds.engine.saved_units import on_host
 from bamboo_ds.plan import Decision, codec
 
+_LOOK_SECONDS = 0.1
+
 
 class BackgroundCheckpoints(CheckpointParts):
     """The part of the engine that writes checkpoints by itself."""
@@ -103,5 +105,9 @@ class BackgroundCheckpoints(CheckpointParts):
 
     def _finish_checkpoints(self) -> None:
         """Wait until what is being written is there; to be called before the engine ends."""
-        if self._periodic is not None and not self._periodic.finish():
-            logger.warning("the last checkpoint was not finished in time")
+        deadline = time.monotonic() + self.bamboo.timeout_seconds
+        while self._periodic is not None and not self._periodic.finish(timeout_seconds=_LOOK_SECONDS):
+            self._periodic.lost(self._source.current().dead)
+            if time.monotonic() > deadline:
+                logger.warning("the last checkpoint was not finished in time")
+                return

@@ -131,7 +131,7 @@ class CheckpointParts(StockCheckpoints):
             num_pipelines=self.plan.num_pipelines,
             parts=tuple(self.module.parts),
             periodic=keep is not None,
-            common={**asdict(CommonState.of(self)), "optimizer": self._optimizer_kind(), **common},  # type: ignore[arg-type]
+            common={**asdict(CommonState.of(self)), "optimizer": self._optimizer_kind(), **common},
         )
         return Closing(manifest, self.plan.workers, self._all_units(), latest=latest, keep=keep)
 

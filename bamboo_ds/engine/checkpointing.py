@@ -6,6 +6,7 @@ what they need. A worker that is lost meanwhile changes no more than who does wh
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -201,7 +202,10 @@ class Checkpointing(BackgroundCheckpoints):
         with self._guarded(), world_of_one(quiet=self.global_rank != 0):
             if self._came_later:
                 return self._seen_later(load_dir, tag)
-            return self._load(load_dir, tag, how)
+            while True:
+                # Who comes with another epoch before anybody has trained is about to load as well.
+                with contextlib.suppress(_DroppedError):
+                    return self._load(load_dir, tag, how)
 
     def _load(self, load_dir: str, tag: str | None, how: _How) -> tuple[Any, Any]:
         storage, damaged = open_storage(load_dir), dict[str, str]()

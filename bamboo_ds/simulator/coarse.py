@@ -1,4 +1,4 @@
-"""Plays a trace with a way to train that is told by three things: its pace, what a change of nodes does, and how it ends.
+"""Plays a trace with a way to train that is told by two things: its pace, and what a change of nodes leads to.
 
 This is for comparison with Bamboo; nothing of it is a rule of ours.
 """

@@ -1,16 +1,12 @@
 """Several ways to train, on the same nodes: the figures of each.
 
-A `Comparison` is for one workload; what it has worked out of one trace serves the next. Many traces, drawn with many
-seeds, are shared out to processes.
+A `Comparison` is for one workload; what it has worked out for one trace serves the next.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
-from statistics import fmean, pstdev
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bamboo_ds.errors import ConfigError
@@ -23,16 +19,16 @@ from bamboo_ds.simulator.bamboo import BambooJob, Paces
 from bamboo_ds.simulator.coarse import CoarseJob, Way
 from bamboo_ds.simulator.constants import Constants
 from bamboo_ds.simulator.fleet import Fleet, PolicyFleet
-from bamboo_ds.simulator.kept import KeptFleet, Precedents
+from bamboo_ds.simulator.kept import KeptFleet
 from bamboo_ds.simulator.ledger import Ledger
-from bamboo_ds.simulator.market import Market, generate
 from bamboo_ds.simulator.membership import dollars, instants
 from bamboo_ds.simulator.peers import Checkpointing, Dropping, Replicas, Restarting
+from bamboo_ds.simulator.precedents import Precedents
 from bamboo_ds.simulator.step_time import StepTimes
 from bamboo_ds.simulator.trace import Trace
 from bamboo_ds.simulator.workload import Workload
 
-__all__ = ["DEFAULT_POLICIES", "POLICIES", "Comparison", "Figures", "Run", "Scenario", "mean_figures", "run_seeds"]
+__all__ = ["DEFAULT_POLICIES", "POLICIES", "Comparison", "Figures", "Run"]
 
 POLICIES: Mapping[str, str] = {
     "bamboo": "ours, with the redundancy that is asked for",
@@ -84,6 +80,12 @@ class Figures:
     samples: float
     steps: float
     seconds_by_cause: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return them for JSON, with five significant digits."""
+        found = asdict(self)
+        by_cause = {cause: round(seconds, 1) for cause, seconds in found.pop("seconds_by_cause").items()}
+        return {**{name: float(f"{value:.5g}") for name, value in found.items()}, "seconds_by_cause": by_cause}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,84 +291,3 @@ def _way(policy: str, times: StepTimes, constants: Constants) -> Way:
     if policy == "sample_dropping":
         return Dropping(times, constants=constants, checkpointing=usual)
     return Replicas(times, constants=constants, checkpointing=usual)
-
-
-# ---- many traces -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is simulated: everything but the seed.
-
-    Attributes:
-        workload: what is trained.
-        constants: of everything else.
-        policies: names of the ways to train.
-        redundancy: of the policy `bamboo`.
-        market: from which traces are drawn.
-        kept: whether placement is kept; None decides by the number of nodes.
-    """
-
-    workload: Workload
-    constants: Constants
-    policies: tuple[str, ...]
-    redundancy: Redundancy
-    market: Market
-    kept: bool | None = None
-
-
-def run_seeds(
-    scenarios: Sequence[Scenario], *, seeds: int, processes: int
-) -> list[dict[str, list[Figures]]]:
-    """Return by scenario and policy the figures of each seed, 1 to `seeds`; in so many processes."""
-    drawn = range(1, seeds + 1)
-    # A process keeps what it has worked out for a scenario, so each gets few large parts.
-    tasks = [(index, drawn[part::processes]) for index in range(len(scenarios)) for part in range(processes)]
-    tasks = [task for task in tasks if task[1]]
-    work = [(scenarios[index], part) for index, part in tasks]
-    results: list[dict[str, dict[int, Figures]]] = [{} for _ in scenarios]
-    for (index, _), found in zip(tasks, _mapped(work, processes), strict=True):
-        for policy, by_seed in found.items():
-            results[index].setdefault(policy, {}).update(by_seed)
-    return [{policy: [by[seed] for seed in drawn] for policy, by in found.items()} for found in results]
-
-
-def _mapped(
-    work: Sequence[tuple[Scenario, Sequence[int]]], processes: int
-) -> Iterable[dict[str, dict[int, Figures]]]:
-    if processes == 1 or len(work) == 1:
-        return [_play(task) for task in work]
-    # Forking keeps what is loaded; where there is no fork, loading anew works too.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context(method)) as pool:
-        return list(pool.map(_play, work))
-
-
-def _play(task: tuple[Scenario, Sequence[int]]) -> dict[str, dict[int, Figures]]:
-    scenario, seeds = task
-    comparison = Comparison(
-        scenario.workload, constants=scenario.constants, redundancy=scenario.redundancy, kept=scenario.kept
-    )
-    found: dict[str, dict[int, Figures]] = {policy: {} for policy in scenario.policies}
-    for seed in seeds:
-        trace = generate(scenario.market, seed=seed)
-        for policy in scenario.policies:
-            found[policy][seed] = comparison.run(trace, policy).figures
-    return found
-
-
-def mean_figures(figures: Sequence[Figures]) -> tuple[Figures, Mapping[str, float]]:
-    """Return the mean of each figure, and the standard deviation of each that is a number."""
-    names = [field.name for field in fields(Figures) if field.name != "seconds_by_cause"]
-    values = {name: [getattr(each, name) for each in figures] for name in names}
-    causes = figures[0].seconds_by_cause
-    by_cause = {cause: fmean(each.seconds_by_cause[cause] for each in figures) for cause in causes}
-    means: dict[str, Any] = {name: fmean(found) for name, found in values.items()}
-    return Figures(**means, seconds_by_cause=by_cause), {name: pstdev(found) for name, found in values.items()}
-
-
-def as_json(figures: Figures) -> dict[str, Any]:
-    """Return figures for JSON, of four significant digits."""
-    found = asdict(figures)
-    by_cause = {cause: round(seconds, 1) for cause, seconds in found.pop("seconds_by_cause").items()}
-    return {**{name: float(f"{value:.5g}") for name, value in found.items()}, "seconds_by_cause": by_cause}

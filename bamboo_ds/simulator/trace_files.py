@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _rows(path: Path) -> Iterator[_Row]:
 
 def _in_order(name: str, events: list[NodeEvent], *, seconds: float | None = None) -> Trace:
     """Make a trace, by time; say so when it was not."""
-    late = [event for before, event in zip(events, events[1:], strict=False) if event.seconds < before.seconds]
+    late = [event for before, event in pairwise(events) if event.seconds < before.seconds]
     warnings = (f"{late[0].source}: {_back(len(late))}",) if late else ()
     return Trace.of(name, events, seconds=seconds, warnings=warnings)
 
@@ -123,7 +124,7 @@ def _event_of_json(found: Any, source: str, text: str) -> NodeEvent:
 def _read_counts(name: str, rows: list[_Row]) -> Trace:
     """Turn polled counts into nodes; rows are sorted first, as the published files go back in time."""
     polls = [(*_poll(source, text), source) for source, text in rows]
-    late = [after for before, after in zip(polls, polls[1:], strict=False) if after[0] < before[0]]
+    late = [after for before, after in pairwise(polls) if after[0] < before[0]]
     ordered = sorted(polls, key=lambda poll: poll[0])
     start = ordered[0][0]
     counts = [((moment - start).total_seconds(), count, source) for moment, count, source in ordered]

@@ -67,6 +67,17 @@ def test_a_granted_instance_is_believed_until_it_is_listed_or_late() -> None:
     assert ledger.listed([], now=100.0).unlisted == {}
 
 
+def test_a_node_that_was_started_by_hand_counts_for_a_while_after_it_has_gone() -> None:
+    ledger = Ledger().visited({"head": "a"}, rules=RULES, now=0.0)
+    assert ledger.visited({"head": "a"}, rules=RULES, now=500.0) is ledger
+    gone = ledger.visited({}, rules=RULES, now=1000.0)
+    assert Ledger.decode(gone.encode()) == gone
+    assert set(gone.visited({}, rules=RULES, now=1099.0).strangers) == {"head"}
+    assert gone.visited({}, rules=RULES, now=1100.0).strangers == {}
+    back = gone.visited({"head": "a"}, rules=RULES, now=1050.0)
+    assert back == ledger
+
+
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"schema": 2}', b'{"schema": 1, "id": "x"}'])
 def test_a_text_of_another_version_is_refused(text: bytes) -> None:
     with pytest.raises(ConfigError, match="same version"):

@@ -213,7 +213,7 @@ def ballot(step: int, pipeline: int, *, loss: float = 1.0, stages: int = 4) -> B
     return Ballot(tuple(votes))
 
 
-def eight(job: Job | None = None, *, spec: JobSpec = SPEC, each: int = 1) -> tuple[Job, Chair]:
+def eight(job: Job | None = None, *, spec: JobSpec = SPEC, each: int = 1, settled: bool = True) -> tuple[Job, Chair]:
     """Return a job of eight workers that has its first plan: pipelines 0 2 4 6 and 1 3 5 7 (one worker a node)."""
     job = job or Job()
     chair = job.elect()
@@ -222,4 +222,7 @@ def eight(job: Job | None = None, *, spec: JobSpec = SPEC, each: int = 1) -> tup
     chair.run()
     job.publish(spec)
     chair.run()
+    if settled:
+        job.store.put(keys.SETTLED, b"0")
+        chair.run()
     return job, chair

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,29 +108,70 @@ def test_a_rank_is_among_the_roster_until_the_member_itself_has_its_seat(pen: Pe
     assert one.company() == ((0, 0), (3, 5))
 
 
-def test_a_standby_begins_when_a_plan_has_a_place_for_it(pen: Pen, seat: Callable[..., Member]) -> None:
+def test_one_that_comes_late_goes_on_alone_and_is_not_ready(pen: Pen, seat: Callable[..., Member]) -> None:
+    pen.roster(3, 5)
+    late = seat(7)
+    late.join()
+    wait = start(late.await_roster)
+    time.sleep(SOON)
+    assert wait.thread.is_alive()  # there is no plan yet
+    pen.plan(PLAN)
+    assert wait.end(SOON).result.workers == (3, 5, 7)
+    assert pen.store.get(keys.ready(7)) is None
+    assert late.alone
+    assert late.company() == ((0, 0), (3, 5, 7))
+    stand_in = late.take_seat(SPEC)
+    assert stand_in.number < PLAN.number
+    assert stand_in.owners == ((3, 7),)
+
+
+def test_a_standby_hears_of_every_newer_plan_and_has_its_seat_when_one_has_a_place(
+    pen: Pen, seat: Callable[..., Member]
+) -> None:
     pen.roster(3, 5)
     pen.plan(PLAN)
     late = seat(7)
-    wait = start(late.await_roster)
-    pen.plan(two_stages(version=1, owners=(3, 7)))
-    assert wait.end(SOON).result.workers == (3, 7)
-    assert late.company() == ((0, 1), (3, 7))
+    late.await_roster()
+    without = two_stages(version=1, owners=(5, 5))
+    for plan, alone in ((without, True), (two_stages(version=2, owners=(5, 7)), False)):
+        before = late.current()
+        wait = start(lambda before=before: late.await_place(before))  # type: ignore[misc]
+        eventually(lambda: pen.store.get(keys.ready(7)) is not None)
+        assert wait.thread.is_alive()
+        pen.plan(plan)
+        wait.end(SOON)
+        assert late.alone is alone
+    assert late.company() == ((0, 2), (5, 7))
 
 
-def test_a_worker_without_a_place_in_the_first_plan_gets_one_later(pen: Pen, seat: Callable[..., Member]) -> None:
+def test_a_worker_without_a_place_in_the_first_plan_builds_for_one_and_is_not_ready(
+    pen: Pen, seat: Callable[..., Member]
+) -> None:
     pen.roster(3, 5, 7)
     spare = seat(7)
+    spare.join()
     spare.await_roster()
     wait = start(lambda: spare.take_seat(SPEC))
-    pen.plan(PLAN)
     time.sleep(SOON)
     assert wait.thread.is_alive()
-    pen.plan(two_stages(version=1, owners=(3, 7)))
-    assert wait.end(SOON).result.workers == (3, 7)
+    pen.plan(PLAN)
+    assert 7 in wait.end(SOON).result.workers
+    assert spare.alone
+    assert pen.store.get(keys.ready(7)) is None
 
 
-@pytest.mark.parametrize("ask", [lambda one: one.await_roster(), lambda one: one.take_seat(SPEC)])
+def test_one_that_loses_its_place_stands_by(pen: Pen, member: Member) -> None:
+    after = replace(two_stages(version=0, owners=(5, 7)), epoch=1)
+    pen.plan(after)
+    eventually(lambda: member.current() == after)
+    wait = start(lambda: member.await_place(after))
+    eventually(lambda: member.alone)
+    pen.plan(replace(two_stages(version=0, owners=(3, 7)), epoch=2))
+    wait.end(SOON)
+    assert not member.alone
+
+
+@pytest.mark.parametrize("ask", [lambda one: one.await_roster(), lambda one: one.await_place(PLAN)])
 def test_a_standby_ends_in_order_with_the_job(pen: Pen, seat: Callable[..., Member], ask: Any) -> None:
     pen.plan(PLAN)
     wait = start(lambda: ask(seat(7)))
@@ -238,11 +280,9 @@ def test_a_listener_hears_of_plans_and_failures_only_until_it_ends_that(member: 
     assert calls == [1]
 
 
-def test_a_wait_ends_at_its_deadline(member: Member, seat: Callable[..., Member]) -> None:
+def test_a_wait_ends_at_its_deadline(member: Member) -> None:
     with pytest.raises(PeerLostError, match=r"the decision on commit 4 did not come within 0.1 s"):
         member.await_outcome(0, 4, PLAN, timeout_seconds=0.1)
-    with pytest.raises(PeerLostError, match=r"a place in the plan of the job did not come within 0.1 s"):
-        seat(9).take_seat(SPEC, timeout_seconds=0.1)
 
 
 def test_closing_ends_all_waits(member: Member) -> None:

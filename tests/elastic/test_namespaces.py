@@ -83,7 +83,7 @@ def reaches(address: str, *, inside: int | None = None) -> bool:
 @needs_networks
 def test_nodes_reach_each_other_until_one_is_cut_off() -> None:
     citizens, network = Citizens(3), Network()
-    network.attach(citizens.pids)
+    network.attach(dict(enumerate(citizens.pids)))
     addresses = [network.node_address(index) for index in range(3)]
     assert network.address.rpartition(".")[0] == addresses[0].rpartition(".")[0]
     assert all(reaches(address) for address in addresses)
@@ -113,7 +113,7 @@ def test_nothing_is_left_of_a_network_whose_owner_is_killed() -> None:
     if owner == 0:
         network = Network()
         citizens = Citizens(2)
-        network.attach(citizens.pids)
+        network.attach(dict(enumerate(citizens.pids)))
         time.sleep(60)
         os._exit(1)
     eventually(lambda: links() - before, within_seconds=10, what="a link")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(workers: Run, name: str, shape: tuple
 def test_the_files_are_those_of_stock_deepspeed(workers: Run, tmp_path: Path) -> None:
     values(workers(save_then_go_on, 4, args=(JOBS["Adam"], 2, str(tmp_path)), timeout_seconds=60))
     files = sorted(path.name for path in (tmp_path / "global_step3").iterdir())
-    assert files == [
+    assert [name for name in files if not name.startswith("bamboo_")] == [
         *(f"layer_{index:02d}-model_states.pt" for index in range(6)),
         "mp_rank_00_model_states.pt",
         "mp_rank_01_model_states.pt",
@@ -286,32 +287,29 @@ def saved(workers: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def test_another_number_of_stages_is_refused_with_both_numbers(workers: Run, saved: str) -> None:
-    for stages in (1, 3):
-        told = values(workers(try_to_load, stages, args=(stages, saved, None), timeout_seconds=30))
-        assert all(text.startswith(("ConfigError", "PeerLostError")) for text in told), told
-        assert any("was saved with 2 stages" in text and f"this job has {stages}" in text for text in told), told
-
-
-def test_another_number_of_pipelines_is_no_other_shape(workers: Run, saved: str) -> None:
-    told = values(workers(try_to_load, 4, args=(2, saved, None), timeout_seconds=30))
-    assert all(text.startswith("loaded") for text in told), told
-
-
-def test_a_missing_checkpoint_is_named(workers: Run, saved: str) -> None:
+def test_a_missing_checkpoint_is_named_by_all(workers: Run, saved: str) -> None:
     told = values(workers(try_to_load, 2, args=(2, saved, "global_step99"), timeout_seconds=30))
-    assert any(text.startswith("ConfigError") and "global_step99 has no file" in text for text in told), told
-    assert not any(text.startswith("loaded") for text in told)
+    assert all(
+        text.startswith("ConfigError") and "global_step99 cannot be loaded: it does not" in text for text in told
+    )
 
 
 def test_a_folder_without_latest_loads_nothing_as_in_deepspeed(workers: Run, tmp_path: Path) -> None:
     assert values(workers(try_to_load, 2, args=(2, str(tmp_path), None), timeout_seconds=30)) == ["loaded None"] * 2
 
 
-def test_a_missing_layer_file_is_named(workers: Run, saved: str, tmp_path: Path) -> None:
-    import shutil
-
+@pytest.mark.parametrize("tag", [None, "global_step3"])
+def test_a_missing_layer_file_is_named_by_all(workers: Run, saved: str, tag: str | None, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "copy")
+    os.remove(folder / "global_step3" / "layer_04-model_states.pt")
+    told = values(workers(try_to_load, 2, args=(2, str(folder), tag), timeout_seconds=30))
+    assert all("ConfigError" in text and "layer_04-model_states.pt is missing" in text for text in told), told
+
+
+def test_a_layer_of_stock_that_is_missing_is_named(workers: Run, saved: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    for path in (folder / "global_step3").glob("bamboo_*"):
+        path.unlink()
     os.remove(folder / "global_step3" / "layer_04-model_states.pt")
     told = values(workers(try_to_load, 2, args=(2, str(folder), None), timeout_seconds=30))
     assert any("ConfigError" in text and "layer_04" in text for text in told), told

@@ -273,6 +273,17 @@ def test_a_layer_that_hangs_on_one_worker_is_reason_enough() -> None:
     assert "each of 2 worker(s) alone holds a stage, then 0 would" in decision.reason
 
 
+def test_to_be_safer_a_job_does_not_become_slower() -> None:
+    """The first stage is the pace of either plan, and one pipeline would have it do the work of two."""
+    plan, alive = worn(4, 2, 4, 5)
+    uneven = bounds_of(partitions=CUTS, layer_costs=(90.0, *(1.0,) * 9), micro_batches=16)
+    decision = at_boundary(replace(plan, parts=CUTS[4]), alive, uneven)
+    assert decision.action is Action.KEEP
+    assert decision.reason == "6 workers: 4x1 whole would train 0.55 of what 4x2 with 2 merged stage(s) does: keep"
+    even = bounds_of(partitions=CUTS, layer_costs=(5.0, 2.5, 2.5, *(5 / 3,) * 3, *(1.25,) * 4), micro_batches=16)
+    assert at_boundary(replace(plan, parts=CUTS[4]), alive, even).action is Action.RECONFIGURE
+
+
 @pytest.mark.parametrize(
     ("stages", "pipelines", "victims", "aborting", "fatal"),
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from bamboo_ds.cli.bench.checkpoint import checkpoint
 from bamboo_ds.cli.bench.detect import detect
 from bamboo_ds.cli.bench.failover import failover
 from bamboo_ds.cli.bench.leak import leak
@@ -16,7 +17,7 @@ from bamboo_ds.cli.bench.pause import pause
 from bamboo_ds.cli.bench.store import store
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine what the project promises.")
-for command in (parity, overhead, leak, failover, pause, detect, store):
+for command in (parity, overhead, leak, failover, pause, detect, store, checkpoint):
     bench.command()(command)
 
 __all__ = ["bench"]

@@ -1,0 +1,190 @@
+"""Trains a job in a cluster that is reshaped: nodes die and join while it runs, and all that was trained must be right.
+
+The data come from `training_data`, which follows the shape; a step's loss says which samples were in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from bamboo_ds.cli.local import LocalCluster
+from bamboo_ds.config.source import CONFIG_VARIABLE
+from tests.engine.disturbed import Fault, encoded
+from tests.engine.training import (
+    Outcome,
+    Training,
+    build_engine,
+    held_digests,
+    own_weights,
+    relative,
+    single,
+)
+
+LONGEST_SECONDS = 90.0
+
+
+class Places(Dataset[tuple[int, int]]):
+    """Says of each sample which (step, micro-batch) it is of; `collated` makes the micro-batch of it."""
+
+    def __init__(self, job: Training) -> None:
+        self._micro_batches, self._steps = job.micro_batches, job.steps
+
+    def __len__(self) -> int:
+        return 2 * self._steps * self._micro_batches
+
+    def __getitem__(self, sample: int) -> tuple[int, int]:
+        return divmod(sample // 2, self._micro_batches)
+
+
+def with_data(job: Training) -> Training:
+    """Return the job with its batches as training data."""
+
+    def arguments(module: Any) -> dict[str, Any]:
+        given = job.arguments(module) if job.arguments else {}
+        return {**given, "training_data": Places(job), "collate_fn": lambda places: job.batch(*places[0])}
+
+    return replace(job, arguments=arguments)
+
+
+@dataclass(slots=True)
+class Reshaped:
+    """What one worker left.
+
+    Attributes:
+        first: step at which it began.
+        losses: by step, of those that it took part in.
+        norms: likewise.
+        digests: by step, of every layer that it held.
+        weights: of the layers that it owned in the end.
+        epochs: numbers of the plans of the epochs that it went through.
+        shape: stages and pipelines in the end.
+    """
+
+    first: int
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    digests: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    epochs: tuple[tuple[int, int], ...] = ()
+    shape: tuple[int, int] = (0, 0)
+
+
+def training(job: Training, stages: int, redundancy: str) -> Callable[[], Reshaped]:
+    """Return the program of a worker."""
+
+    def program() -> Reshaped:
+        engine = build_engine(job, stages, redundancy)
+        outcome = Reshaped(first=engine.global_steps)
+        while (step := engine.global_steps) < job.steps:
+            loss = float(engine.train_batch())
+            step = engine.global_steps - 1
+            outcome.losses[step], outcome.norms[step] = loss, float(engine.get_global_grad_norm())
+            outcome.digests[step] = held_digests(engine)
+        outcome.weights = own_weights(engine)
+        outcome.epochs = tuple(report.number for report in engine.reshapes)
+        outcome.shape = engine.plan.num_stages, engine.plan.num_pipelines
+        engine.close()
+        return outcome
+
+    return program
+
+
+class ReshapedCluster:
+    """Runs jobs one after the other, each with an etcd of its own.
+
+    Args:
+        folder: for logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._runs = folder, 0
+
+    def train(
+        self,
+        job: Training,
+        shape: tuple[int, int],
+        faults: Sequence[Fault] = (),
+        *,
+        spare: int = 0,
+        redundancy: str = "eflb",
+        zones: Sequence[str] = ("local",),
+        act: Callable[[LocalCluster], None] = lambda cluster: None,
+    ) -> dict[int, Reshaped]:
+        """Train with one worker a node, and return what the survivors left, by worker id.
+
+        Args:
+            job: what to train.
+            shape: stages and pipelines with which it begins.
+            faults: deaths.
+            spare: nodes beyond the first shape.
+            redundancy: mode.
+            zones: of the nodes, in turn.
+            act: is called while it runs.
+        """
+        self._runs += 1
+        folder = self._folder / f"run-{self._runs}"
+        block = {**job.config.get("bamboo", {}), "fault_injection": list(faults)}
+        job = replace(with_data(job), config={**job.config, "bamboo": block})
+        first = shape[0] * shape[1]
+        with LocalCluster(
+            training(job, shape[0], redundancy),
+            nodes=first + spare,
+            start_workers=first,
+            job=f"reshaped-{self._runs}",
+            ttl_seconds=2.0,
+            zones=zones,
+            log_folder=folder,
+            echo=False,
+            environment={CONFIG_VARIABLE: encoded(job.deepspeed_config(redundancy))},
+        ) as cluster:
+            act(cluster)
+            code, results = cluster.wait(LONGEST_SECONDS), cluster.results()
+        assert code == 0, f"the job ended with {code}:\n{logs(folder)}"
+        return results
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.rglob("*.log")))
+
+
+def undisturbed(results: Mapping[int, Reshaped]) -> Outcome:
+    """Return what an undisturbed run left, as one process would have left it."""
+    any_one = next(iter(results.values()))
+    weights = {name: value for outcome in results.values() for name, value in outcome.weights.items()}
+    return Outcome(losses=list(any_one.losses.values()), norms=list(any_one.norms.values()), weights=weights)
+
+
+def assert_as(expected: Outcome, results: Mapping[int, Reshaped], *, bound: float, norms: bool = True) -> None:
+    """Hold every loss and norm of every worker, and the last weights, against one process that trains the same.
+
+    Args:
+        expected: of one process, or of an undisturbed run.
+        results: by worker.
+        bound: largest relative difference of losses; 0 demands equal bits. Norms and weights may differ ten times as
+            much; norms are a sum in another order than that of one process.
+        norms: whether to compare them.
+    """
+    losses, weight_bound = single(expected.losses), 10 * bound
+    for worker, outcome in results.items():
+        assert list(outcome.losses) == list(range(outcome.first, len(losses))), f"worker {worker} trained other steps"
+        off = {step: relative(loss, losses[step]) for step, loss in outcome.losses.items()}
+        assert max(off.values(), default=0.0) <= bound, f"worker {worker}: {off}"
+        off = {step: relative(norm, expected.norms[step]) for step, norm in outcome.norms.items() if norms}
+        assert max(off.values(), default=0.0) <= max(weight_bound, 1e-6), f"worker {worker}: {off}"
+        wrong = {name: relative(value, expected.weights[name]) for name, value in outcome.weights.items()}
+        assert {name: by for name, by in wrong.items() if not by <= weight_bound} == {}
+    assert {name for outcome in results.values() for name in outcome.weights} == set(expected.weights)
+
+
+def assert_copies_equal(results: Mapping[int, Reshaped]) -> None:
+    """Check that all copies of a layer had equal bits after every step."""
+    seen: dict[tuple[int, int], str] = {}
+    for outcome in results.values():
+        for step, digests in outcome.digests.items():
+            for layer, checksum in digests:
+                assert seen.setdefault((step, layer), checksum) == checksum, f"step {step}: layer {layer} differs"

@@ -1,0 +1,75 @@
+"""A running job takes other shapes: every loss, norm and weight stays that of one process, and nobody restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.disturbed import kill
+from tests.engine.reshaped import ReshapedCluster, assert_as, assert_copies_equal, undisturbed
+from tests.engine.test_failover import JOBS
+from tests.engine.training import Outcome, Training, train_one_process
+
+PLAIN = "dropout, clipping and Adam"
+
+
+def job(name: str, *, steps: int = 6) -> Training:
+    return replace(JOBS[name], steps=steps, micro_batches=6)
+
+
+@pytest.fixture(scope="module")
+def reshaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReshapedCluster]:
+    yield ReshapedCluster(tmp_path_factory.mktemp("reshaped"))
+
+
+UNLIKE_ONE_PROCESS = {"running statistics", "a loss that draws", "a learning rate schedule"}
+"""The reference has no schedule and draws no losses, and batch statistics magnify the last bit of a sum."""
+
+NOISY_NORMS = {"running statistics"}
+"""What comes before a normalisation has gradients of rounding errors only in its bias."""
+
+_references: dict[str, Outcome] = {}
+
+
+def reference(reshaped: ReshapedCluster, name: str) -> Outcome:
+    """Return what one process trains; of the jobs that it does not know, an undisturbed run of one pipeline."""
+    if name not in _references:
+        unlike = name in UNLIKE_ONE_PROCESS
+        _references[name] = undisturbed(reshaped.train(job(name), (4, 1))) if unlike else train_one_process(job(name))
+    return _references[name]
+
+
+def bound(name: str, *, pipelines: int) -> float:
+    """Only sums over pipelines and over the uses of a tied layer may come out otherwise; and batch statistics, whose
+    kernels round otherwise when another stage reads them."""
+    return {"running statistics": 1e-5, "a tied layer": 2e-6}.get(name, 2e-6 if pipelines > 1 else 0.0)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_thin_pipeline_is_cut_anew(reshaped: ReshapedCluster, name: str) -> None:
+    results = reshaped.train(job(name), (4, 1), [kill(0, 2, before=9, step=1)])
+    assert {outcome.shape for outcome in results.values()} == {(3, 1)}
+    assert {outcome.epochs for outcome in results.values()} == {((1, 0),)}
+    assert_as(reference(reshaped, name), results, bound=bound(name, pipelines=1), norms=name not in NOISY_NORMS)
+    assert_copies_equal(results)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_node_that_joins_fills_a_merged_stage(reshaped: ReshapedCluster, name: str) -> None:
+    results = reshaped.train(job(name), (3, 1), [kill(0, 1, before=7, step=2)], spare=1)
+    assert len(results) == 3
+    assert {outcome.shape for outcome in results.values()} == {(3, 1)}
+    assert_as(reference(reshaped, name), results, bound=bound(name, pipelines=1), norms=name not in NOISY_NORMS)
+    assert_copies_equal(results)
+
+
+@pytest.mark.parametrize("name", [PLAIN, "bf16", "a tied layer"])
+def test_two_lost_neighbours_cost_a_step_begun_anew(reshaped: ReshapedCluster, name: str) -> None:
+    faults = [kill(0, 1, before=8, step=2), kill(0, 2, before=8, step=2)]
+    results = reshaped.train(job(name), (4, 2), faults)
+    assert len(results) == 4
+    assert {outcome.shape for outcome in results.values()} == {(4, 1)}
+    assert_as(reference(reshaped, name), results, bound=bound(name, pipelines=2))
+    assert_copies_equal(results)
