@@ -10,12 +10,14 @@ import contextlib
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from bamboo_ds.checkpoint.storage import Sink
 
 _PARTIAL = ".partial"
+_LONG_SECONDS = 3600.0
 
 
 class LocalStorage:
@@ -47,6 +49,15 @@ class LocalStorage:
             partial.unlink(missing_ok=True)
             raise
         _sync(target.parent)
+        if target.parent == self._root:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what a writer left that died long ago; in folders it goes with the folder."""
+        for path in self._root.glob(f".*{_PARTIAL}"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _LONG_SECONDS:
+                    path.unlink()
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file."""

@@ -145,4 +145,4 @@ def test_what_a_death_left_is_cleaned_up_by_the_next_checkpoints(seed: int, tmp_
     for step in range(next_step, next_step + KEEP):
         save(storage, step, keep=KEEP, size=SIZE)
     assert len(storage.folders()) == KEEP
-    assert not list(Path(path).rglob("*.partial"))
+    assert not list(Path(path).glob("*/*.partial"))

@@ -135,6 +135,16 @@ def test_damage_is_found(damage: object, told: str, tmp_path: Path) -> None:
         read_checked(storage, "a/one", record)
 
 
+def test_what_the_dead_left_beside_latest_is_swept_up_later(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    old, new = tmp_path / ".latest.1-1.partial", tmp_path / ".latest.2-1.partial"
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (1.0, 1.0))
+    write_bytes(storage, "latest", b"x")
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", new.name}
+
+
 def test_half_written_files_are_not_listed_and_go_with_their_folder(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     with storage.create("a/one") as sink:

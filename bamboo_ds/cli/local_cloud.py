@@ -1,0 +1,136 @@
+"""The cloud of emulated nodes: the launcher's side of `cloud.local`, on a pretend market.
+
+It has no thread: the launcher's loop lets it `serve` whoever has asked meanwhile, and starts and kills what `take` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bamboo_ds.cloud.pretend import PretendMarket
+
+__all__ = ["LocalCloud", "Turn"]
+
+_MOST_BYTES = 100_000
+_BACKLOG = 64
+_ANSWER_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the launcher must do now.
+
+    Attributes:
+        start: zones by name of the nodes to start.
+        kill: nodes that the market takes away.
+        release: nodes that the job gives back.
+    """
+
+    start: Mapping[str, str]
+    kill: tuple[str, ...]
+    release: tuple[str, ...]
+
+
+class LocalCloud:
+    """Answers the agents of local nodes. Use it in a `with` block, or `close` it.
+
+    Args:
+        market: what it grants.
+        path: of its socket.
+        now: seconds of the market's clock.
+    """
+
+    def __init__(self, market: PretendMarket, path: Path, *, now: Callable[[], float] = time.monotonic) -> None:
+        self.market, self._path, self._now = market, path, now
+        self._released: list[str] = []
+        self._finished = False
+        self._partial: dict[socket.socket, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        self._listener.bind(str(path))
+        self._listener.listen(_BACKLOG)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Answer no more. May be called again."""
+        for connection in [self._listener, *self._partial]:
+            connection.close()
+        self._partial.clear()
+        self._selector.close()
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> LocalCloud:
+        """Answer."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Answer no more."""
+        self.close()
+
+    def serve(self) -> None:
+        """Answer whoever has asked; waits for nobody."""
+        while found := self._selector.select(0):
+            for key, _ in found:
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.fileobj)  # type: ignore[arg-type]
+
+    def take(self) -> Turn:
+        """Return what is to be done since the last call."""
+        now = self._now()
+        killed = tuple(self.market.reclaim(now))
+        started = {} if self._finished else self.market.start(now)
+        released, self._released = tuple(self._released), []
+        return Turn(started, killed, released)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._partial[connection] = b""
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Read from a connection; answer and close it once a whole line is there, or nobody is at its other end."""
+        try:
+            data = connection.recv(_MOST_BYTES)
+        except OSError:
+            data = b""
+        text = self._partial[connection] = self._partial[connection] + data
+        if data and b"\n" not in text and len(text) < _MOST_BYTES:
+            return
+        self._selector.unregister(connection)
+        del self._partial[connection]
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.sendall(json.dumps(self._answer(text)).encode() + b"\n")
+
+    def _answer(self, text: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(text)
+            return self._do(str(request["do"]), request)
+        except (ValueError, KeyError, TypeError) as error:
+            return {"error": repr(error)}
+
+    def _do(self, what: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        market = self.market
+        if what == "order":
+            answer = market.order(request["token"], int(request["nodes"]), request["zone"], now=self._now())
+            return {"promised": answer.promised, "reason": answer.reason}
+        if what == "release":
+            market.end([request["instance"]])
+            self._released.append(str(request["instance"]))
+        elif what == "finish":
+            self._finished = True
+        instances = [[name, zone, market.token(name)] for name, zone in sorted(market.running.items())]
+        return {"instances": instances, "under_way": dict(market.promised)}
