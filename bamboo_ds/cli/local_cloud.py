@@ -1,6 +1,6 @@
 """The cloud of emulated nodes: the launcher's side of `cloud.local`, on a pretend market.
 
-It has no thread: the launcher's loop lets it `serve` whoever has asked meanwhile, and starts and kills what `take` says.
+It has no thread: the launcher lets it `serve` whoever has asked meanwhile, and starts and kills what `take` says.
 """
 
 from __future__ import annotations

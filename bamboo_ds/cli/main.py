@@ -7,12 +7,15 @@ import sys
 import typer
 
 from bamboo_ds.cli.bench import bench
+from bamboo_ds.cli.bench.fleet import fleet
 from bamboo_ds.cli.cloud import cloud
 from bamboo_ds.cli.options import command
 from bamboo_ds.cli.preempt import PreemptOptions, preempt
+from bamboo_ds.cli.profile import ProfileOptions, profile
 from bamboo_ds.cli.run import run
 from bamboo_ds.cli.run_options import RunOptions
 from bamboo_ds.cli.schedule import schedule
+from bamboo_ds.cli.simulate import SimulateOptions, simulate
 from bamboo_ds.cli.status import StatusOptions, status
 from bamboo_ds.errors import BambooError
 
@@ -24,6 +27,9 @@ app.command("run", context_settings={"allow_interspersed_args": False})(command(
 app.command("status")(command(status, StatusOptions, name="status"))
 app.command("preempt")(command(preempt, PreemptOptions, name="preempt"))
 app.command()(schedule)
+app.command("simulate")(command(simulate, SimulateOptions, name="simulate"))
+app.command("profile")(command(profile, ProfileOptions, name="profile"))
+bench.command()(fleet)
 app.add_typer(bench, name="bench")
 app.add_typer(cloud, name="cloud")
 

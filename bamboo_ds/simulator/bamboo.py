@@ -168,7 +168,7 @@ class BambooJob:
     def _start_step(self) -> None:
         step = self._fleet.step
         assert step is not None, "nobody stops waiting without a plan"
-        self._resume_at = math.inf
+        self._resume_at, self._settled = math.inf, True  # a stall ends with a round of all workers
         self._running = _Running(self._now, self._paces.pace(step), step)
 
     def _commit(self, running: _Running, until: float) -> None:
@@ -176,7 +176,7 @@ class BambooJob:
         if running.late:
             self.ledger.spend(Cause.FAILOVER, running.late, since=running.until - running.late)
         self._train(running.pace, 1, since=running.since)
-        self._now, self._settled = running.until, True
+        self._now = running.until
         if self._changed:
             self._running = None
             self._boundary(step_seconds=running.pace.seconds)

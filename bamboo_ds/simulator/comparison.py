@@ -125,7 +125,7 @@ class Comparison:
         self.kept = workload.most_workers > KEPT_ABOVE if kept is None else kept
         self._times: dict[tuple[Redundancy, bool, int], StepTimes] = {}
         self._paces: dict[tuple[Redundancy, bool], Paces] = {}
-        self._precedents: dict[tuple[Redundancy, bool], Precedents] = {}
+        self._precedents: dict[Redundancy, Precedents] = {}
 
     @property
     def most_nodes(self) -> int:
@@ -153,7 +153,7 @@ class Comparison:
 
     def _run_bamboo(self, trace: Trace, redundancy: Redundancy, *, zones: bool, record: bool) -> Run:
         paces = self._paces_of(redundancy, zones)
-        job = BambooJob(self._fleet(redundancy, zones), paces=paces, constants=self.constants, record=record)
+        job = BambooJob(self._fleet(redundancy), paces=paces, constants=self.constants, record=record)
         warm_up = self.constants.warm_up_seconds
         ledger = job.play(instants(trace, warm_up_seconds=warm_up), seconds=trace.seconds)
         stages, pipelines = self.workload.num_stages, self.workload.pipelines
@@ -166,14 +166,13 @@ class Comparison:
         full = self.workload.batch / paces.times.whole_seconds(stages, pipelines)
         return Run(self._figures(trace, ledger, counts, full=full), ledger, trace)
 
-    def _fleet(self, redundancy: Redundancy, zones: bool) -> Fleet:
+    def _fleet(self, redundancy: Redundancy) -> Fleet:
         rule = StartRule(self.most_nodes, self.constants.patience_seconds)
         if not self.kept:
-            return PolicyFleet(self.bounds(redundancy), rule=rule, costs=self.costs(zones=zones))
-        key = (redundancy, zones)
-        if key not in self._precedents:
-            self._precedents[key] = Precedents(self.bounds(redundancy), costs=self.costs(zones=zones))
-        return KeptFleet(self._precedents[key], rule=rule)
+            return PolicyFleet(self.bounds(redundancy), rule=rule, costs=Costs())
+        if redundancy not in self._precedents:
+            self._precedents[redundancy] = Precedents(self.bounds(redundancy), costs=Costs())
+        return KeptFleet(self._precedents[redundancy], rule=rule)
 
     def bounds(self, redundancy: Redundancy) -> Bounds:
         """Return what the job allows its plans."""
@@ -184,15 +183,6 @@ class Comparison:
             min_stages=workload.min_stages,
             redundancy=redundancy != "off",
             model=workload.model,
-        )
-
-    def costs(self, *, zones: bool) -> Costs:
-        """Return what a new epoch costs, as the policy weighs it."""
-        constants = self.constants
-        bandwidth = constants.zone_bandwidth if zones else constants.bandwidth
-        return Costs(
-            stall_seconds=constants.reconfigure_seconds,
-            bytes_per_second=bandwidth / constants.transfer_factor if constants.transfer_factor else None,
         )
 
     def _paces_of(self, redundancy: Redundancy, zones: bool) -> Paces:

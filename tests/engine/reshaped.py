@@ -159,7 +159,7 @@ def undisturbed(results: Mapping[int, Reshaped]) -> Outcome:
     return Outcome(losses=list(any_one.losses.values()), norms=list(any_one.norms.values()), weights=weights)
 
 
-def assert_as(expected: Outcome, results: Mapping[int, Reshaped], *, bound: float, norms: bool = True) -> None:
+def assert_as(expected: Outcome, results: Mapping[int, Reshaped], *, bound: float, losses_only: bool = False) -> None:
     """Hold every loss and norm of every worker, and the last weights, against one process that trains the same.
 
     Args:

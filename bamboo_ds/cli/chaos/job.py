@@ -18,7 +18,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.utils.data import Dataset
 
-from bamboo_ds.cli.bench.job import ADAM_EPSILON, Job
+from bamboo_ds.cli.bench.job import Job
 from bamboo_ds.models.gpt import GPTEmbedding, GPTSize, gpt_layers, language_model_loss, tied_head
 from bamboo_ds.models.paced import PacedLayer
 
