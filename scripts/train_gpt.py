@@ -69,6 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt", default="\ndef ", help="start of the text that is generated at the end")
     add("--sample-bytes", type=int, default=160, help="bytes to generate at the end; 0 for none")
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the loss plot")
+    add("--journal", type=Path, help="folder to which every worker writes each step, for those who watch")
     add("--losses", type=Path, help="file for the losses of all steps, as JSON")
     add("--save", type=Path, help="folder to write a checkpoint to at the end")
     add("--load", type=Path, help="folder to read the latest checkpoint from at the start")
@@ -179,18 +180,35 @@ def build_model(size: GPTSize, arguments: argparse.Namespace) -> Any:
 
 
 def train(engine: Any, validation: ByteWindows, arguments: argparse.Namespace) -> Curves:
-    """Train up to the step asked for; validate in between and at the end."""
+    """Train up to the step asked for; validate in between and at the end.
+
+    Where training is, the engine says: a worker that joins begins where the others are, and its curves do, too.
+    """
     curves = Curves(first_step=engine.global_steps + 1, batch_size=engine.train_batch_size())
     with Progress(steps=arguments.steps, interval=arguments.log_interval) as progress:
-        for step in range(curves.first_step, arguments.steps + 1):
+        while engine.global_steps < arguments.steps:
             begin = time.monotonic()
             loss = float(engine.train_batch())
+            step = engine.global_steps
+            if step != curves.next_step:  # it has waited for a place, or all have gone back to a checkpoint
+                curves = Curves(first_step=step, batch_size=curves.batch_size)
             curves.add(loss, seconds=time.monotonic() - begin)
+            if arguments.journal:
+                note_step(engine, loss, folder=arguments.journal)
             if step % arguments.eval_interval == 0 or step == arguments.steps:
                 curves.validation[step] = validate(engine, validation, batches=arguments.eval_batches)
             if reports():
                 progress.show(step, curves)
     return curves
+
+
+def note_step(engine: Any, loss: float, *, folder: Path) -> None:
+    """Write a step down where others see it; every worker does, as any of them may be the only one that is left."""
+    from bamboo_ds.cli.chaos.journal import Journal, StepLine
+
+    shape = {"stages": engine.num_stages, "pipelines": engine.grid.get_data_parallel_world_size()}
+    line = StepLine(step=engine.global_steps - 1, loss=loss, at=time.time(), worker=engine.module.worker, **shape)
+    Journal(folder).write(line)
 
 
 def validate(engine: Any, windows: ByteWindows, *, batches: int) -> float:

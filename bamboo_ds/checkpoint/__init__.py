@@ -2,6 +2,7 @@
 
 from bamboo_ds.checkpoint.background import Report
 from bamboo_ds.checkpoint.choice import Held, writers
+from bamboo_ds.checkpoint.choosing import choose, choose_or_tell, newest_but
 from bamboo_ds.checkpoint.finding import Found, check_whole, find, latest, periodic_tag, read_manifest, remove_manifest
 from bamboo_ds.checkpoint.manifest import Manifest, UnitFiles, layer_name, stage_name, unit_name
 from bamboo_ds.checkpoint.periodic import Begun, Periodic
@@ -28,11 +29,14 @@ __all__ = [
     "UnitState",
     "await_notes",
     "check_whole",
+    "choose",
+    "choose_or_tell",
     "close",
     "find",
     "from_plain",
     "latest",
     "layer_name",
+    "newest_but",
     "open_storage",
     "periodic_tag",
     "read_manifest",

@@ -62,6 +62,7 @@ class Periodic:
 
         Clocks of workers differ, so with `interval_seconds` they want it at different steps: the first one decides.
         """
+        self._step = min(self._step, step - 1)  # training may have gone back to an earlier step
         if self.settings.interval_steps is not None:
             return step // self.settings.interval_steps > self._step // self.settings.interval_steps
         if self.settings.interval_seconds is not None:

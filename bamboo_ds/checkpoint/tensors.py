@@ -34,7 +34,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 def write_tensors(sink: Sink, tensors: Mapping[str, torch.Tensor], metadata: Any) -> None:
-    """Write tensors of host memory, and metadata that JSON can tell."""
+    """Write tensors, and metadata that JSON can tell."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     raw = {
         key: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -56,7 +56,7 @@ def write_tensors(sink: Sink, tensors: Mapping[str, torch.Tensor], metadata: Any
 
 
 def _write_bytes_of(sink: Sink, tensor: torch.Tensor) -> None:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), _CHUNK_BYTES):
         sink.write(data[start : start + _CHUNK_BYTES])
 

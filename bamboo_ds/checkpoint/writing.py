@@ -11,7 +11,7 @@ from bamboo_ds.checkpoint.finding import find, prune
 from bamboo_ds.checkpoint.manifest import LATEST, MANIFEST, Manifest, UnitFiles, Written, decode, encode, written_name
 from bamboo_ds.checkpoint.storage import DamagedError, FileRecord, Sink, Storage, write_bytes, write_file
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.02, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ def await_notes(
     Raises:
         DamagedError: a worker could not write, or leaves no note.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline, pause = time.monotonic() + timeout_seconds, _LOOK_SECONDS
     notes: dict[int, Written] = {}
     while True:
-        for worker in sorted(set(closing.workers) - notes.keys()):
-            note = read_note(storage, closing.manifest.tag, worker)
-            if note is not None:
-                notes[worker] = note
+        there = storage.sizes(closing.manifest.tag)
+        for worker in closing.workers:
+            if worker not in notes and written_name(worker) in there:
+                notes[worker] = read_note(storage, closing.manifest.tag, worker)
         missing = sorted(set(closing.workers) - notes.keys())
         if not missing:
             return list(notes.values())
@@ -94,19 +94,17 @@ def await_notes(
                 f"nothing was heard of worker(s) {', '.join(map(str, missing))}: they were lost, or "
                 f"{storage.path} is not the same place for all nodes"
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
 
 
-def read_note(storage: Storage, tag: str, worker: int) -> Written | None:
-    """Return the note of a worker; None if it is not there.
+def read_note(storage: Storage, tag: str, worker: int) -> Written:
+    """Return the note of a worker.
 
     Raises:
         DamagedError: the worker could not write its part.
     """
-    try:
-        note = decode(Written, storage.read(f"{tag}/{written_name(worker)}"))
-    except FileNotFoundError:
-        return None
+    note = decode(Written, storage.read(f"{tag}/{written_name(worker)}"))
     if note.error:
         raise DamagedError(f"worker {worker} could not write its part: {note.error}")
     return note

@@ -264,8 +264,10 @@ class LocalCluster:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Names of the nodes that run: their agent has not ended, and they are neither stopped nor cut off."""
-        return tuple(name for name, node in self._nodes.items() if not node.reap() and not node.idle)
+        """Names of the nodes that run: their agent has not ended, and nobody has broken them from outside."""
+        return tuple(
+            name for name, node in self._nodes.items() if not node.reap() and node.fault is None and not node.idle
+        )
 
     @property
     def codes(self) -> dict[str, int | None]:
@@ -370,7 +372,9 @@ class LocalCluster:
     @property
     def over(self) -> bool:
         """Whether an agent whose word counts has said how the job ended."""
-        return any(node.fault is None and node.reap() and node.code in (FINISHED, FAILED) for node in self._nodes.values())
+        return any(
+            node.fault is None and node.reap() and node.code in (FINISHED, FAILED) for node in self._nodes.values()
+        )
 
     def _code(self) -> int:
         said = {node.code for node in self._nodes.values() if node.fault is None}
@@ -383,9 +387,7 @@ def _check_thread() -> None:
 
 
 def _import_heavy(*, warm: bool) -> None:
-    """Import once what all forks need: the client of etcd (not a connection), what plans are made with, and, if asked
-    for, torch and DeepSpeed.
-    """
+    """Import once what all forks need: etcd's client (not a connection), what plans take, and perhaps what trains."""
     from bamboo_ds.store.etcd_protobuf import etcd_messages
 
     etcd_messages()

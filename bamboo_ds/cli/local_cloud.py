@@ -1,6 +1,6 @@
 """The cloud of emulated nodes: the launcher's side of `cloud.local`, on a pretend market.
 
-It has no thread: the launcher lets it `serve` whoever has asked meanwhile, and starts and kills what `take` says.
+It has no thread: while the launcher waits it lets it `go_on`.
 """
 
 from __future__ import annotations
@@ -10,33 +10,35 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bamboo_ds.cloud.pretend import PretendMarket
+from bamboo_ds.elastic.preemption import How
 
-__all__ = ["LocalCloud", "Turn"]
+__all__ = ["LocalCloud", "Nodes"]
 
 _MOST_BYTES = 100_000
 _BACKLOG = 64
 _ANSWER_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What the launcher must do now.
+class Nodes(Protocol):
+    """The emulated nodes, as their cloud sees them: a `LocalCluster`."""
 
-    Attributes:
-        start: zones by name of the nodes to start.
-        kill: nodes that the market takes away.
-        release: nodes that the job gives back.
-    """
+    @property
+    def live(self) -> Collection[str]:
+        """Names of the nodes that run."""
+        ...
 
-    start: Mapping[str, str]
-    kill: tuple[str, ...]
-    release: tuple[str, ...]
+    def add(self, *, zone: str | None = None) -> str:
+        """Start a node and return its name."""
+        ...
+
+    def kill(self, node: str, how: How = "kill") -> float:
+        """Break a node."""
+        ...
 
 
 class LocalCloud:
@@ -45,11 +47,12 @@ class LocalCloud:
     Args:
         market: what it grants.
         path: of its socket.
-        now: seconds of the market's clock.
+        now: seconds of some clock; the market's begins with `begin`.
     """
 
     def __init__(self, market: PretendMarket, path: Path, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.market, self._path, self._now = market, path, now
+        self.market, self._path, self._clock = market, path, now
+        self._began: float | None = None
         self._released: list[str] = []
         self._finished = False
         self._partial: dict[socket.socket, bytes] = {}
@@ -76,6 +79,15 @@ class LocalCloud:
         """Answer no more."""
         self.close()
 
+    def begin(self, nodes: Mapping[str, str]) -> None:
+        """Begin the market's time, with the nodes that there are: zones by name."""
+        for name, zone in nodes.items():
+            self.market.add(name, zone)
+        self._began = self._clock()
+
+    def _now(self) -> float:
+        return 0.0 if self._began is None else self._clock() - self._began
+
     def serve(self) -> None:
         """Answer whoever has asked; waits for nobody."""
         while found := self._selector.select(0):
@@ -85,13 +97,20 @@ class LocalCloud:
                 else:
                     self._hear(key.fileobj)  # type: ignore[arg-type]
 
-    def take(self) -> Turn:
-        """Return what is to be done since the last call."""
-        now = self._now()
-        killed = tuple(self.market.reclaim(now))
-        started = {} if self._finished else self.market.start(now)
-        released, self._released = tuple(self._released), []
-        return Turn(started, killed, released)
+    def go_on(self, nodes: Nodes) -> bool:
+        """Answer who has asked, and do what market and job want; return whether more nodes will come."""
+        self.serve()
+        market, now = self.market, self._now()
+        market.end(set(market.running) - set(nodes.live))
+        for name in market.reclaim(now):
+            nodes.kill(name)
+        for name in self._released:
+            nodes.kill(name, "term")
+        self._released.clear()
+        if self._finished:
+            return False
+        market.start(now, name=lambda zone: nodes.add(zone=zone))
+        return bool(market.promised)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ import typer
 
 from bamboo_ds.cli.bench import bench
 from bamboo_ds.cli.bench.fleet import fleet
+from bamboo_ds.cli.chaos import ChaosOptions, chaos
 from bamboo_ds.cli.cloud import cloud
 from bamboo_ds.cli.options import command
 from bamboo_ds.cli.preempt import PreemptOptions, preempt
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command("run", context_settings={"allow_interspersed_args": False})(command(run, RunOptions, name="run"))
 app.command("status")(command(status, StatusOptions, name="status"))
 app.command("preempt")(command(preempt, PreemptOptions, name="preempt"))
+app.command("chaos")(command(chaos, ChaosOptions, name="chaos"))
 app.command()(schedule)
 app.command("simulate")(command(simulate, SimulateOptions, name="simulate"))
 app.command("profile")(command(profile, ProfileOptions, name="profile"))

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bamboo_ds.cloud import keys as fleet_keys
 from bamboo_ds.cloud.bookkeeper import Bookkeeper
@@ -24,6 +24,9 @@ from bamboo_ds.cloud.port import Provider
 from bamboo_ds.cloud.prices import PriceBook
 from bamboo_ds.errors import BambooError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
 from bamboo_ds.store import Fence, Lease, Store
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 __all__ = ["Attendant", "Cloud", "Host"]
 
@@ -51,6 +54,16 @@ class Host(Protocol):
         ...
 
     @property
+    def zone(self) -> str:
+        """Of the node."""
+        ...
+
+    @property
+    def registry(self) -> CollectorRegistry | None:
+        """Of the agent's metrics; None if it serves none."""
+        ...
+
+    @property
     def tell(self) -> Tell:
         """Takes an event of the job."""
         ...
@@ -74,8 +87,8 @@ class Cloud:
 
     Attributes:
         identity: who this machine is.
-        keeper: how the fleet is kept.
-        provider: makes the provider, in the thread that uses it; None to keep no fleet.
+        keeper: how the fleet is kept; None if this agent neither keeps it nor counts the money.
+        provider: makes the provider, in the thread that uses it; None to count only.
         prices: makes the price book, likewise.
         sources: who may warn of the end of this node.
         poll_seconds: between two looks at them; EC2 recommends 5 at most, and warns two minutes before.
@@ -83,9 +96,9 @@ class Cloud:
     """
 
     identity: Identity
-    keeper: KeeperSettings
-    provider: Callable[[], Provider] | None
-    prices: Callable[[], PriceBook]
+    keeper: KeeperSettings | None = None
+    provider: Callable[[], Provider] | None = None
+    prices: Callable[[], PriceBook] = PriceBook
     sources: Sequence[Source] = ()
     poll_seconds: float = 2.0
     on_cost: Callable[[Cost], None] | None = None
@@ -146,28 +159,32 @@ class Attendant:
         """
         self._publish(lease)
         candidacy = _Candidacy(lease, self._stopped)
+        if self._cloud.keeper is None:
+            while candidacy.alive:
+                self._stopped.wait(_RETRY_SECONDS)
+            return
         election = self._host.store.elect(fleet_keys.KEEPER, self._host.node.encode(), candidacy)
         try:
             while not election.campaign(_CAMPAIGN_SECONDS):
                 pass
-            self._keep(election.fence, candidacy)
+            self._keep(election.fence, candidacy, self._cloud.keeper)
         finally:
             if self._stopped.is_set():
                 with contextlib.suppress(StoreError):
                     election.resign()
 
-    def _keep(self, fence: Fence, candidacy: Lease) -> None:
+    def _keep(self, fence: Fence, candidacy: Lease, settings: KeeperSettings) -> None:
         """Keep the fleet and count the money until the candidacy is over."""
         host, cloud = self._host, self._cloud
         keeper = None
         if cloud.provider is not None:
-            keeper = Keeper(host.store, cloud.provider(), fence=fence, settings=cloud.keeper, tell=host.tell)
+            keeper = Keeper(host.store, cloud.provider(), fence=fence, settings=settings, tell=host.tell)
         books = Bookkeeper(host.store, fence=fence, prices=cloud.prices(), on_cost=cloud.on_cost)
         try:
             while candidacy.alive:
-                pause = cloud.keeper.look_seconds if keeper is None else keeper.step()
+                pause = settings.look_seconds if keeper is None else keeper.step()
                 books.count(None if keeper is None else keeper.holdings)
-                self._stopped.wait(min(pause, cloud.keeper.look_seconds))
+                self._stopped.wait(min(pause, settings.look_seconds))
         finally:
             if self._stopped.is_set() and (text := books.close()):
                 host.tell("cost", text)

@@ -82,7 +82,7 @@ class Bookkeeper:
         for node in (decode(Node, entry.value) for entry in self._store.list(keys.NODES).entries):
             who = said.get(node.name, {})
             name = str(who.get("instance") or node.name)
-            machines.setdefault(name, Machine(str(who.get("type", "")), node.zone, node.spot))
+            machines.setdefault(name, Machine(str(who.get("type", "")), str(who.get("zone") or node.zone), node.spot))
         return list(machines.values())
 
     def _pace(self) -> Pace:

@@ -11,7 +11,7 @@ from bamboo_ds.errors import ConfigError
 __all__ = ["Clients", "check_boto3"]
 
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 25.0
-_MOST_TRIES = 2  # the keeper repeats with more patience than boto3
+_MOST_TRIES = 1  # the keeper repeats itself, with more patience, and after a look at what came of it
 
 
 def check_boto3() -> None:

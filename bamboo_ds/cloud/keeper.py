@@ -96,6 +96,8 @@ class Keeper:
         """By instance, when it was first seen, or last seen with its agent in the job."""
         self._surplus_since: float | None = None
         self._told_at: dict[tuple[str, str], float] = {}
+        self._silences, self._silent_until = 0, -math.inf
+        """How often in a row the cloud did not answer, and until when it is not asked."""
         self._finished = False
 
     def step(self) -> float:
@@ -116,19 +118,33 @@ class Keeper:
         if any(self._store.get(key) is not None for key in _OVER_KEYS):
             return self._finish()
         self._finished = False  # a new run has begun under the name of one that was over
-        ledger = self._read()
-        if ANY_ZONE in ledger.closed_seconds(self._wall()):
-            return self._pause()  # the cloud does not answer, or not us: it is not asked at all
-        for order in ledger.open:
-            if ANY_ZONE not in self._read().closed_seconds(self._wall()):  # else the next one would fail like the last
+        if (silent := self._silent_until - self._wall()) > 0:
+            return silent
+        for order in self._read().open:
+            if self._may_order():  # else the next one would fail like the last
                 self._place(order, again=True)
-        try:
-            self.holdings = holdings = self._provider.look()
-        except CloudError as error:
-            self._refused(replace(error.trouble, zone=ANY_ZONE))
-            return self._pause()
+        holdings = self._look()
+        if holdings is None:
+            return self._silent_until - self._wall()
         self._act(holdings)
-        return self._pause()
+        return min([self._settings.look_seconds, *self._read().closed_seconds(self._wall()).values()])
+
+    def _look(self) -> Holdings | None:
+        """Return what the cloud has given; None if it does not say, and then it is left alone for a while."""
+        rules = self._settings.rules
+        try:
+            self.holdings = self._provider.look()
+        except CloudError as error:
+            pause = min(rules.retry_seconds * 2.0 ** min(self._silences, 10), rules.retry_max_seconds)
+            self._silences += 1
+            self._silent_until = self._wall() + pause
+            self._tell_trouble(error.trouble)
+            return None
+        self._silences = 0
+        return self.holdings
+
+    def _may_order(self) -> bool:
+        return ANY_ZONE not in self._read().closed_seconds(self._wall())
 
     def _act(self, holdings: Holdings) -> None:
         for trouble in holdings.troubles:
@@ -147,17 +163,10 @@ class Keeper:
             ordered = listed.ordered(wish.orders, total=total, now=now)
             self._write(ordered)
             for order in ordered.open[len(listed.open) :]:
-                if ANY_ZONE not in self._read().closed_seconds(now):
+                if self._may_order():
                     self._place(order, again=False)
         elif listed is not ledger:
             self._write(listed)
-
-    def _pause(self) -> float:
-        """Return for how long there is nothing to do: until the next look, or until a zone may be asked again."""
-        closed = self._read().closed_seconds(self._wall())
-        if ANY_ZONE in closed:
-            return closed[ANY_ZONE]
-        return min([self._settings.look_seconds, *closed.values()])
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
@@ -247,6 +256,7 @@ class Keeper:
         except CloudError as error:
             self._tell_trouble(error.trouble)
             return
+        self._seen_at.setdefault(release.instance, self._wall())
         self._tell("fleet_release", f"instance {release.instance} is given back: {release.why}")
 
     def _refused(self, trouble: Trouble) -> None:
@@ -254,13 +264,17 @@ class Keeper:
         self._tell_trouble(trouble)
 
     def _finish(self) -> float:
-        """See to it that nothing comes after the end of the job."""
-        if not self._finished:
-            try:
+        """See to it that nothing comes after the end of the job: it would begin the job once more."""
+        try:
+            joined, granted = self._joined(), self._provider.look().instances
+            late = {instance.id for instance in granted} | self._read().unlisted.keys()
+            for instance in sorted(late - joined.keys()):
+                self._release(Release(instance, "the job is over, and its agent has not joined"))
+            if not self._finished:
                 self._provider.finish()
                 self._finished = True
-            except CloudError as error:
-                self._tell_trouble(error.trouble)
+        except CloudError as error:
+            self._tell_trouble(error.trouble)
         return self._settings.look_seconds
 
     # ---- the ledger --------------------------------------------------------------------------------------------

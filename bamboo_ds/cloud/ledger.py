@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bamboo_ds.cloud.fleet import FleetRules
-from bamboo_ds.cloud.port import Grant, Instance, Order
+from bamboo_ds.cloud.port import ANY_ZONE, Grant, Instance, Order
 from bamboo_ds.cloud.trouble import Trouble
 from bamboo_ds.errors import ConfigError
 
@@ -88,7 +88,8 @@ class Ledger:
         rest = tuple(one for one in self.open if one.token != order.token)
         after = replace(self, open=rest, unlisted={**self.unlisted, **new})
         if grant.nodes:  # a cloud that gives something is no longer one that only refuses
-            after = replace(after, closed={zone: one for zone, one in self.closed.items() if zone != order.zone})
+            opened = (order.zone, ANY_ZONE)
+            after = replace(after, closed={zone: one for zone, one in self.closed.items() if zone not in opened})
         return after if grant.trouble is None else after.refused(grant.trouble, rules=rules, now=now)
 
     def refused(self, trouble: Trouble, *, rules: FleetRules, now: float) -> Ledger:

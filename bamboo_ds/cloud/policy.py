@@ -51,7 +51,16 @@ def _look() -> dict[str, Any]:
 def _fleet(job: str) -> list[dict[str, Any]]:
     tagged = {"StringEquals": {f"aws:RequestTag/{JOB_TAG}": job}}
     created = {"StringEquals": {"ec2:CreateAction": ["CreateFleet", "RunInstances"]}}
-    others = ("image/*", "subnet/*", "security-group/*", "network-interface/*", "volume/*", "key-pair/*", "fleet/*")
+    others = (
+        "image/*",
+        "subnet/*",
+        "security-group/*",
+        "network-interface/*",
+        "volume/*",
+        "key-pair/*",
+        "fleet/*",
+        "snapshot/*",
+    )
     return [
         _allow("BambooOrder", ["ec2:CreateFleet", "ec2:RunInstances"], "arn:aws:ec2:*:*:instance/*", tagged),
         _allow(
@@ -63,6 +72,7 @@ def _fleet(job: str) -> list[dict[str, Any]]:
                 "arn:aws:ec2:*:*:launch-template/*",
             ],
         ),
+        _allow("BambooImage", ["ssm:GetParameters"], "arn:aws:ssm:*::parameter/aws/service/*"),  # resolve:ssm:...
         _allow("BambooTag", ["ec2:CreateTags"], ["arn:aws:ec2:*:*:instance/*", "arn:aws:ec2:*:*:volume/*"], created),
     ]
 

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bamboo_ds.errors import ConfigError
@@ -172,17 +172,22 @@ class PretendMarket:
         """Return when the next promised node is due; None when none is."""
         return min((promise.due for promise in self._book.promises), default=None)
 
-    def start(self, now: float) -> dict[str, str]:
-        """Return the nodes that start now, and their zones; promises that are not kept lapse."""
+    def start(self, now: float, *, name: Callable[[str], str] | None = None) -> dict[str, str]:
+        """Return the nodes that start now, and their zones; promises that are not kept lapse.
+
+        Args:
+            now: the moment.
+            name: starts a node in a zone and returns its name; None to start nothing but give it a name.
+        """
         due = sorted((one for one in self._book.promises if one.due <= now), key=lambda one: one.due)
         self._book.promises = [one for one in self._book.promises if one.due > now]
         started = {}
         for promise in due:
             zone, running = promise.zone, Counter(self._book.running.values())
             if promise.kept and running[zone] < self.supply.capacity(zone, now):
-                name = f"{self._name}{next(self._numbers)}"
-                started[name] = self._book.running[name] = zone
-                self._book.orders[name] = promise.token
+                node = f"{self._name}{next(self._numbers)}" if name is None else name(zone)
+                started[node] = self._book.running[node] = zone
+                self._book.orders[node] = promise.token
         return started
 
     def reclaim(self, now: float) -> list[str]:

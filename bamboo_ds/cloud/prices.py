@@ -25,12 +25,14 @@ class PriceBook:
     """Dollars per hour.
 
     Args:
-        table: what is written down; it counts first.
+        table: what is written down, if anything is; it counts first.
         spot: returns today's price by type and zone, None if it knows none.
     """
 
-    def __init__(self, table: PriceConfig, *, spot: Callable[[str, str], float | None] | None = None) -> None:
-        self._table, self._spot = table, spot
+    def __init__(
+        self, table: PriceConfig | None = None, *, spot: Callable[[str, str], float | None] | None = None
+    ) -> None:
+        self._table, self._spot = table or PriceConfig(), spot
 
     def price(self, machine: Machine) -> float | None:
         """Return what a machine costs; None if nobody knows."""

@@ -102,7 +102,9 @@ class Network:
             ConfigError: the network has no more addresses.
         """
         if index > _LAST_INDEX:
-            raise ConfigError(f"a network of namespaces has addresses for {_LAST_INDEX + 1} nodes, those that ended too")
+            raise ConfigError(
+                f"a network of namespaces has addresses for {_LAST_INDEX + 1} nodes, those that ended too"
+            )
         return f"{self._base}.{index + 2}"
 
     def attach(self, processes: Mapping[int, int]) -> None:

@@ -81,7 +81,7 @@ class BackgroundCheckpoints(CheckpointParts):
     def _copied_part(self, tag: str) -> Part:
         """Return what this worker writes, as copies that training does not change."""
         saved = {name: on_host(one) for name, one in self._saved_units().items()}
-        return self._part(tag, saved, self._stage_files({}, optimizer=False))
+        return self._part(tag, saved, self._copied_stage_files())
 
     def _stamp(self) -> str:
         """Return what this commit shares with no other: the decision holds times that were measured."""
@@ -104,7 +104,7 @@ class BackgroundCheckpoints(CheckpointParts):
             )
 
     def _finish_checkpoints(self) -> None:
-        """Wait until what is being written is there; to be called before the engine ends."""
+        """Wait until what is being written is there: before the engine ends, and before another one is saved."""
         deadline = time.monotonic() + self.bamboo.timeout_seconds
         while self._periodic is not None and not self._periodic.finish(timeout_seconds=_LOOK_SECONDS):
             self._periodic.lost(self._source.current().dead)

@@ -40,6 +40,8 @@ from bamboo_ds.engine.stock_checkpoints import StockCheckpoints
 from bamboo_ds.engine.unit_state import take
 from bamboo_ds.module.layers import saved_use
 
+WriteFile = Callable[[Sink], None]
+
 
 class CheckpointParts(StockCheckpoints):
     """The part of the engine that knows what to write."""
@@ -82,17 +84,15 @@ class CheckpointParts(StockCheckpoints):
             for name, unit in self._units_to_write().items()
         }
 
-    def _part(self, tag: str, saved: Mapping[str, SavedUnit], stages: Mapping[int, bytes]) -> Part:
+    def _part(self, tag: str, saved: Mapping[str, SavedUnit], stages: Mapping[int, WriteFile]) -> Part:
         """Return what this worker writes.
 
         Args:
             tag: of the checkpoint.
             saved: the units that it writes.
-            stages: DeepSpeed's files of stages.
+            stages: what writes DeepSpeed's files of stages.
         """
-        files: dict[str, Callable[[Sink], Any]] = {
-            stage_name(stage): partial(_write_bytes, data) for stage, data in stages.items()
-        }
+        files = {stage_name(stage): write for stage, write in stages.items()}
         units: dict[str, UnitFiles] = {}
         for name, one in saved.items():
             has_rest = one.rest.tensors or one.rest.values or one.groups
@@ -109,17 +109,23 @@ class CheckpointParts(StockCheckpoints):
         layer, _, key = unit.partition(":")
         return saved_use(self.module._layer_specs, key) if key else int(layer)
 
-    def _stage_files(self, client_state: Mapping[str, Any], *, optimizer: bool) -> dict[int, bytes]:
-        """Return DeepSpeed's files of the stages that this worker writes: those that it owns in pipeline 0.
+    def _stage_files(self, client_state: Mapping[str, Any]) -> dict[int, WriteFile]:
+        """Return what writes DeepSpeed's files of the stages that this worker owns in pipeline 0, as they are now.
 
-        That of a stage that was taken over is without optimizer state, as is every one without `optimizer`.
+        That of a stage that was taken over is without optimizer state.
         """
+        return {
+            stage: partial(_write_pickle, {**self._stage_file(optimizer=stage == self.stage_id), **client_state})
+            for stage in (self.owned_stages if self.pipeline_id == 0 else ())
+        }
+
+    def _copied_stage_files(self) -> dict[int, WriteFile]:
+        """Return what writes these files as they are now, whatever training does meanwhile; without optimizer state."""
         if self.pipeline_id != 0:
             return {}
-        return {
-            stage: _pickled({**self._stage_file(optimizer=optimizer and stage == self.stage_id), **client_state})
-            for stage in self.owned_stages
-        }
+        file = io.BytesIO()
+        _write_pickle(self._stage_file(optimizer=False), file)
+        return dict.fromkeys(self.owned_stages, partial(_write_bytes, file.getvalue()))
 
     def _closing(self, tag: str, *, latest: bool, common: Mapping[str, Any], keep: int | None = None) -> Closing:
         """Return what the first worker needs to know to write the manifest."""
@@ -138,6 +144,8 @@ class CheckpointParts(StockCheckpoints):
     def _optimizer_kind(self) -> str:
         """Return the name of the optimizer's class: another one cannot use its state."""
         optimizer = self.optimizer
+        if optimizer is None:
+            return "none"
         return type(optimizer.optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer).__name__
 
 
@@ -158,7 +166,5 @@ def _write_bytes(data: bytes, sink: Sink) -> None:
     sink.write(data)
 
 
-def _pickled(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
+def _write_pickle(state: Any, sink: Sink) -> None:
+    torch.save(state, sink)  # type: ignore[arg-type]  # it wants no more than these two methods

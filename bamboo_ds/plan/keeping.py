@@ -94,12 +94,10 @@ def _refilled(grid: Grid, *, workers: Sequence[Worker], moving: Moving) -> Grid:
 
 
 def _interchangeable(workers: Iterable[Worker]) -> list[dict[str, list[Worker]]]:
-    """Return the workers by node, the nodes of each zone apart: all together if no zone has two nodes."""
+    """Return the workers by node, the nodes of each zone apart."""
     zones: dict[str, dict[str, list[Worker]]] = defaultdict(lambda: defaultdict(list))
     for worker in workers:
         zones[worker.zone][worker.node].append(worker)
-    if all(len(nodes) == 1 for nodes in zones.values()):
-        return [{name: found for nodes in zones.values() for name, found in nodes.items()}]
     return list(zones.values())
 
 

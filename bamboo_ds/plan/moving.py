@@ -61,7 +61,7 @@ def moving(plan: Plan, *, num_stages: int, bounds: Bounds) -> Moving:
     """
     parts, layer_bytes = bounds.model.parts(num_stages), bounds.model.layer_bytes
     old = plan.parts
-    if not (old and parts and old[-1] == parts[-1]):
+    if not (old and parts):
         pieces = lcm(plan.num_stages, num_stages)
         old, parts = _even(plan.num_stages, pieces), _even(num_stages, pieces)
         layer_bytes = ()

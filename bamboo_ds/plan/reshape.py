@@ -141,12 +141,8 @@ def _less_aborting(plan: Plan, after: Plan, *, speed: float, model: Model) -> st
 
 
 def _pace(plan: Plan, model: Model) -> float:
-    """Return how long a step takes when filling and emptying the pipelines does not count, for M = 1."""
-    share = [1 / plan.num_pipelines] * plan.num_pipelines
-    if model.micro_batches is not None:
-        counts = (len(plan.share(pipeline, micro_batches=model.micro_batches)) for pipeline in range(len(share)))
-        share = [count / model.micro_batches for count in counts]
-    return max(part * bottleneck for part, bottleneck in zip(share, _bottlenecks(plan, model), strict=True))
+    """Return the time per micro-batch when there are so many that filling and emptying the pipelines do not count."""
+    return max(_bottlenecks(plan, model)) / plan.num_pipelines
 
 
 def _bottlenecks(plan: Plan, model: Model) -> list[float]:

@@ -21,7 +21,7 @@ from bamboo_ds.simulator.constants import Constants
 from bamboo_ds.simulator.fleet import Fleet, PolicyFleet
 from bamboo_ds.simulator.kept import KeptFleet
 from bamboo_ds.simulator.ledger import Ledger
-from bamboo_ds.simulator.membership import dollars, instants
+from bamboo_ds.simulator.membership import Instant, dollars, instants
 from bamboo_ds.simulator.peers import Checkpointing, Dropping, Replicas, Restarting
 from bamboo_ds.simulator.precedents import Precedents
 from bamboo_ds.simulator.step_time import StepTimes
@@ -126,6 +126,7 @@ class Comparison:
         self._times: dict[tuple[Redundancy, bool, int], StepTimes] = {}
         self._paces: dict[tuple[Redundancy, bool], Paces] = {}
         self._precedents: dict[Redundancy, Precedents] = {}
+        self._last: tuple[Trace, Trace, list[Instant]] | None = None
 
     @property
     def most_nodes(self) -> int:
@@ -138,24 +139,32 @@ class Comparison:
         Raises:
             ConfigError: there is no such policy.
         """
-        played = trace.limited(self.most_nodes)
+        played, _ = self._played(trace)
         zones = len(played.zones) > 1
         if policy in ("bamboo", "bamboo_eflb", "bamboo_lflb"):
             modes: dict[str, Redundancy] = {"bamboo_eflb": "eflb", "bamboo_lflb": "lflb"}
-            return self._run_bamboo(played, modes.get(policy, self._redundancy), zones=zones, record=record)
+            return self._run_bamboo(trace, modes.get(policy, self._redundancy), zones=zones, record=record)
         if policy == "on_demand":
             return self._run_on_demand(played)
         if policy not in POLICIES:
             raise ConfigError(f"there is no policy {policy}: choose of {', '.join(POLICIES)}")
-        return self._run_peer(played, policy, zones=zones, record=record)
+        return self._run_peer(trace, policy, zones=zones, record=record)
+
+    def _played(self, trace: Trace) -> tuple[Trace, list[Instant]]:
+        """Return a trace without the nodes that are not taken, and what a job sees of it; all ways play the same."""
+        if self._last is None or self._last[0] is not trace:
+            limited = trace.limited(self.most_nodes)
+            seen = instants(limited, warm_up_seconds=self.constants.warm_up_seconds)
+            self._last = (trace, limited, seen)
+        return self._last[1:]
 
     # ---- Bamboo ----
 
     def _run_bamboo(self, trace: Trace, redundancy: Redundancy, *, zones: bool, record: bool) -> Run:
         paces = self._paces_of(redundancy, zones)
         job = BambooJob(self._fleet(redundancy), paces=paces, constants=self.constants, record=record)
-        warm_up = self.constants.warm_up_seconds
-        ledger = job.play(instants(trace, warm_up_seconds=warm_up), seconds=trace.seconds)
+        played, seen = self._played(trace)
+        ledger = job.play(seen, seconds=played.seconds)
         stages, pipelines = self.workload.num_stages, self.workload.pipelines
         counts = {
             "failovers": job.counts[Action.FAILOVER],
@@ -164,7 +173,7 @@ class Comparison:
             "restores": job.counts[Action.RESTORE],
         }
         full = self.workload.batch / paces.times.whole_seconds(stages, pipelines)
-        return Run(self._figures(trace, ledger, counts, full=full), ledger, trace)
+        return Run(self._figures(played, ledger, counts, full=full), ledger, played)
 
     def _fleet(self, redundancy: Redundancy) -> Fleet:
         rule = StartRule(self.most_nodes, self.constants.patience_seconds)
@@ -237,14 +246,15 @@ class Comparison:
             write_seconds=state_bytes / (constants.storage_bandwidth * ours.on_demand_stages),
             record=record,
         )
-        ledger = job.play(instants(trace, warm_up_seconds=constants.warm_up_seconds), seconds=trace.seconds)
+        played, seen = self._played(trace)
+        ledger = job.play(seen, seconds=played.seconds)
         full = ours.batch / times.whole_seconds(ours.on_demand_stages, count)
         counts = {
             "fatal_losses": job.roll_backs,
             "restores": job.roll_backs,
             "reconfigurations": job.reactions - job.roll_backs,
         }
-        return Run(self._figures(trace, ledger, counts, full=full), ledger, trace)
+        return Run(self._figures(played, ledger, counts, full=full), ledger, played)
 
     def _figures(self, trace: Trace, ledger: Ledger, counts: Mapping[str, int], *, full: float) -> Figures:
         spent = dollars(trace, price=self.constants.spot_price)

@@ -93,7 +93,7 @@ class Ledger:
 class _Saved:
     """What the ledger held when a checkpoint was begun, and when the checkpoint is whole."""
 
-    begun_at: float
+    trained_until: float
     whole_at: float
     samples: float
     steps: int
@@ -125,10 +125,11 @@ class Checkpoints:
         last = self._due + int((end - self._due) / self._interval) * self._interval
         for moment in (last - self._interval, last):
             if moment >= self._due:
-                self._begin(moment, steps - min(int((moment - since) / pace.seconds), steps), pace)
+                done = max(min(int((moment - since) / pace.seconds), steps), 0)
+                self._begin(moment, pace, steps_after=steps - done, trained_until=since + done * pace.seconds)
         self._due = last + self._interval
 
-    def _begin(self, moment: float, steps_after: int, pace: Pace) -> None:
+    def _begin(self, moment: float, pace: Pace, *, steps_after: int, trained_until: float) -> None:
         """Save what the ledger held so many steps ago."""
         if self._newest.whole_at <= moment:
             self._whole = self._newest
@@ -136,7 +137,9 @@ class Checkpoints:
         ledger = self._ledger
         work = (ledger.seconds[cause] - part * steps_after for cause, part in zip(WORK, parts, strict=True))
         samples = ledger.samples - pace.samples * steps_after
-        self._newest = _Saved(moment, moment + self.write_seconds, samples, ledger.steps - steps_after, tuple(work))
+        self._newest = _Saved(
+            trained_until, moment + self.write_seconds, samples, ledger.steps - steps_after, tuple(work)
+        )
 
     def roll_back(self, now: float) -> None:
         """Lose what was trained since the last checkpoint that is whole: its time becomes lost time."""
@@ -146,9 +149,9 @@ class Checkpoints:
             self._ledger.seconds[cause] = seconds
         self._ledger.samples, self._ledger.steps = saved.samples, saved.steps
         self._ledger.segments = [
-            (start, min(end, saved.begun_at), rate)
+            (start, min(end, saved.trained_until), rate)
             for start, end, rate in self._ledger.segments
-            if start < saved.begun_at
+            if start < saved.trained_until
         ]
         self._whole = self._newest = saved
         self._due = now

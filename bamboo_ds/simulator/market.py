@@ -122,7 +122,7 @@ class _Draw:
         for _ in range(count):
             index = self._random.randrange(len(there))
             there[index], there[-1] = there[-1], there[index]
-            yield NodeEvent(now, Change.REMOVE, there.pop(), _zone_name(zone))
+            yield NodeEvent(now, Change.REMOVE, there.pop())
         self._request(now, zone, count)
 
     def _bulk(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -29,18 +30,18 @@ def instants(trace: Trace, *, warm_up_seconds: float) -> list[Instant]:
     """Return when nodes become ready, so long after the market gave them, and are lost; by time."""
     gone: dict[float, list[str]] = defaultdict(list)
     joined: dict[float, list[NodeEvent]] = defaultdict(list)
-    warming: dict[str, NodeEvent] = {}
+    ends: dict[str, list[float]] = defaultdict(list)  # of each stay of a node, the last first
+    for event in reversed(trace.events):
+        if event.change is Change.REMOVE:
+            ends[event.node].append(event.seconds)
+    # Nodes that become ready at once are in the order in which they were given, whatever happens to them later.
     for event in trace.events:
         if event.change is Change.ADD:
-            warming[event.node] = event
-            continue
-        added = warming.pop(event.node)
-        ready = added.seconds + warm_up_seconds
-        if ready < event.seconds:
-            joined[ready].append(added)
-            gone[event.seconds].append(event.node)
-    for added in warming.values():
-        joined[added.seconds + warm_up_seconds].append(added)
+            end = ends[event.node].pop() if ends[event.node] else math.inf
+            if event.seconds + warm_up_seconds < end:
+                joined[event.seconds + warm_up_seconds].append(event)
+                gone[end].append(event.node)
+    gone.pop(math.inf, None)
     moments = sorted(seconds for seconds in {*gone, *joined} if seconds <= trace.seconds)
     return [Instant(seconds, tuple(gone.get(seconds, ())), tuple(joined.get(seconds, ()))) for seconds in moments]
 

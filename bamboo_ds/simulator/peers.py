@@ -75,9 +75,12 @@ class Restarting:
             return None
         begins = self._shape is None
         self._shape = best
-        nodes = [*self._used, *self._spare]
         count = best.num_stages * best.num_pipelines if best else 0
-        self._used, self._spare = dict.fromkeys(nodes[:count]), dict.fromkeys(nodes[count:])
+        while len(self._used) > count:
+            self._spare[self._used.popitem()[0]] = None
+        for node in list(self._spare)[: count - len(self._used)]:
+            del self._spare[node]
+            self._used[node] = None
         return Reaction(self._restart_seconds, Cause.RESTART, rolls_back=bool(lost) or not begins)
 
     def _best(self, nodes: int) -> Shape | None:
@@ -122,8 +125,9 @@ class Dropping:
     def change(self, gone: Collection[str], joined: Collection[str]) -> Reaction | None:
         """Leave pipelines out that lost a node, and make new ones of spare nodes."""
         before, lost = len(self._pipelines), set(gone)
-        broken = [pipeline for pipeline in self._pipelines if pipeline & lost]
-        self._pipelines = [pipeline for pipeline in self._pipelines if not pipeline & lost]
+        broken = [pipeline for pipeline in self._pipelines if not pipeline.isdisjoint(lost)]
+        for pipeline in broken:
+            self._pipelines.remove(pipeline)
         nobody = before > 0 and not self._pipelines
         _remove(self._spare, gone)
         self._spare.update(dict.fromkeys(node for pipeline in broken for node in sorted(pipeline - lost)))
@@ -162,6 +166,7 @@ class Replicas:
         self._least, self._most = workload.on_demand_stages, workload.num_stages
         self._nodes: dict[str, None] = {}
         self._pipelines: list[list[str]] = []
+        self._places: dict[str, tuple[int, int]] = {}
 
     @property
     def pace(self) -> Pace | None:
@@ -178,40 +183,35 @@ class Replicas:
 
     def change(self, gone: Collection[str], joined: Collection[str]) -> Reaction | None:
         """Make new pipelines of all nodes."""
-        lost = set(gone)
-        begins, fatal = not self._pipelines, self._loses_a_layer(lost)
+        places = [self._places[node] for node in gone if node in self._places]
+        begins, fatal = not self._pipelines, self._loses_a_layer(places)
         _remove(self._nodes, gone)
         self._nodes.update(dict.fromkeys(joined))
-        before = self._pipelines
-        self._pipelines = self._cut()
-        if list(map(len, before)) == list(map(len, self._pipelines)) and not any(lost & set(row) for row in before):
-            self._pipelines = before
+        bounds = self._bounds()
+        if not places and [len(row) for row in self._pipelines] == [stop - start for start, stop in pairwise(bounds)]:
             return None
+        nodes = list(self._nodes)
+        self._pipelines = [nodes[start:stop] for start, stop in pairwise(bounds)]
+        self._places = {node: (row, at) for row, each in enumerate(self._pipelines) for at, node in enumerate(each)}
         if fatal or begins:
             return Reaction(self._constants.restart_seconds, Cause.RESTART, rolls_back=not begins)
         return Reaction(self._constants.oobleck_seconds, Cause.RECONFIGURATION)
 
-    def _cut(self) -> list[list[str]]:
-        """Cut the nodes into as many pipelines as they make, of about even depth."""
-        nodes = list(self._nodes)
-        count = min(len(nodes) // self._least, self._times.workload.pipelines)
-        if not count:
-            return []
-        used = min(len(nodes), count * self._most)
-        bounds = [index * used // count for index in range(count + 1)]
-        return [nodes[start:stop] for start, stop in pairwise(bounds)]
+    def _bounds(self) -> list[int]:
+        """Return where to cut the nodes, into as many pipelines as they make, of about even depth."""
+        count = min(len(self._nodes) // self._least, self._times.workload.pipelines)
+        used = min(len(self._nodes), count * self._most)
+        return [index * used // count for index in range(count + 1)] if count else []
 
-    def _loses_a_layer(self, lost: set[str]) -> bool:
+    def _loses_a_layer(self, places: Collection[tuple[int, int]]) -> bool:
         """Return whether some piece of the model is lost in every pipeline at once."""
-        if not self._pipelines or not all(lost.intersection(row) for row in self._pipelines):
+        if not self._pipelines or len({row for row, _ in places}) < len(self._pipelines):
             return False
-        missing = set(range(_GRID))
-        for row in self._pipelines:
-            held = (stage for stage, node in enumerate(row) if node in lost)
-            missing &= {
-                piece for stage in held for piece in range(stage * _GRID // len(row), (stage + 1) * _GRID // len(row))
-            }
-        return bool(missing)
+        lost: list[set[int]] = [set() for _ in self._pipelines]
+        for row, stage in places:
+            depth = len(self._pipelines[row])
+            lost[row].update(range(stage * _GRID // depth, (stage + 1) * _GRID // depth))
+        return bool(set.intersection(*lost))
 
 
 def _remove(nodes: dict[str, None], gone: Iterable[str]) -> list[str]:

@@ -190,7 +190,12 @@ class Trace:
         staying = [event.node for event in self.events if event.node not in given]
         for index, node in enumerate(dict.fromkeys(staying)):
             given[node] = zones[index % len(zones)]
-        return replace(self, events=tuple(replace(event, zone=given[event.node]) for event in self.events))
+        return replace(
+            self,
+            events=tuple(
+                replace(event, zone=given[event.node]) if event.change is Change.ADD else event for event in self.events
+            ),
+        )
 
 
 def _contradiction(event: NodeEvent, before: NodeEvent | None) -> str:

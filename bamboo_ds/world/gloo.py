@@ -63,12 +63,18 @@ def device_group(store: torch_distributed.Store, rank: int, size: int, *, timeou
 
 
 def poison(handle: Any, *, rank: int, size: int) -> None:
-    """End a gloo group: blocked threads and peers raise within milliseconds. May be done again."""
+    """End a gloo group: blocked threads and peers raise within milliseconds. May be done again.
+
+    The first receive that times out closes the connections to all members. One from a member that has gone fails at
+    once, and closes nothing: a connection to another, whose network is cut, would stay open, and whoever waits on it
+    would wait until the time-out. So all members are asked.
+    """
     if not isinstance(handle, torch_distributed.ProcessGroupGloo) or size < 2:
         return
     gloo: Any = handle  # torch's stubs lack `recv`
-    with contextlib.suppress(RuntimeError):
-        gloo.recv([torch.empty(1, dtype=torch.uint8)], (rank + 1) % size, _UNUSED_TAG).wait(_POISON)
+    for distance in range(1, size):
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], (rank + distance) % size, _UNUSED_TAG).wait(_POISON)
 
 
 def made_while(

@@ -104,6 +104,7 @@ def test_schedules_of_torch_go_on() -> None:
     def make() -> Any:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         first = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5])
+        optimizer.step()
         second = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[4])
 

@@ -139,6 +139,13 @@ def test_one_is_due_at_every_multiple_of_the_interval(tmp_path: Path) -> None:
     assert due == [10, 21, 30]
 
 
+def test_one_is_due_again_at_a_step_that_training_has_gone_back_before(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, 1, interval_steps=10)
+    worker.begin(40)
+    assert worker.periodic.finish(timeout_seconds=20.0)
+    assert [step for step in range(31, 51) if worker.periodic.due(step)] == [40, *range(41, 51)]
+
+
 def test_one_is_due_after_the_seconds_of_the_interval(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 1, interval_seconds=0.2)
     assert not worker.periodic.due(1)

@@ -43,6 +43,8 @@ class FakeHost:
     told: list[tuple[str, str]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    zone: str = "a"
+    registry: None = None
 
     def __post_init__(self) -> None:
         self._lease = self.store.lease(5.0)

@@ -128,6 +128,8 @@ def test_a_cloud_out_of_reach_is_left_alone_and_told_once() -> None:
     assert keeper.step() == 10.0
     assert keeper.step() == 10.0  # it is not asked before that
     assert len(job.provider.fail_look) == 2
+    job.clock.advance(10.0)
+    assert keeper.step() == 20.0
     job.run(keeper, 400.0)
     assert job.counts == {"a": 3}
     assert job.kinds()["fleet_trouble"] == 1
@@ -165,6 +167,36 @@ def test_at_the_end_of_the_job_nothing_more_is_ordered() -> None:
     job.store.put(keys.FINISHED, b"done")
     job.run(keeper, 60.0)
     assert (job.provider.calls, job.provider.finished) == ([], 1)
+
+
+def test_what_boots_when_the_job_is_over_is_given_back() -> None:
+    job = job_on(steady_supply(("a",), capacity=100), KeeperSettings(rules=RULES, nodes=2))
+    keeper, _ = job.elect()
+    keeper.step()
+    first, second = job.start(joining=False)
+    job.join(first, "a")
+    job.store.put(keys.FINISHED, b"done")
+    keeper.step()
+    assert set(job.market.running) == {first}
+    assert [text for kind, text in job.told if kind == "fleet_release"] == [
+        f"instance {second} is given back: the job is over, and its agent has not joined"
+    ]
+
+
+def test_a_refusal_of_everything_stops_orders_and_not_the_looks() -> None:
+    job = job_on(steady_supply(("a",), capacity=100), KeeperSettings(rules=RULES, nodes=2))
+    keeper, _ = job.elect()
+    quota = Trouble("MaxSpotInstanceCountExceeded", "no more", "ask for more", patience=4.0)
+    job.provider.fail_before.append(CloudError(quota))
+    keeper.step()
+    job.market.add("m0", "a")
+    job.clock.advance(15.0)
+    keeper.step()
+    assert keeper.holdings is not None
+    assert [one.id for one in keeper.holdings.instances] == ["m0"]
+    assert len(job.provider.calls) == 1
+    job.run(keeper, 60.0)
+    assert job.counts == {"a": 2}
 
 
 def test_a_store_out_of_reach_stops_it_until_the_ledger_was_read_again() -> None:
@@ -211,6 +243,8 @@ def test_whatever_fails_it_never_asks_above_the_target_nor_twice(seed: int) -> N
 
 def _stumble(job: FleetJob, draw: random.Random) -> None:
     """Perhaps let the next order or look fail, or the store."""
+    for waiting in (job.provider.fail_before, job.provider.fail_after, job.provider.fail_look):
+        waiting.clear()
     chance = draw.random()
     if chance < 0.1:
         job.provider.fail_before.append(lost_answer())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.cli.local_cloud import LocalCloud, Turn
+from bamboo_ds.cli.local_cloud import LocalCloud
 from bamboo_ds.cloud.local import LocalProvider
 from bamboo_ds.cloud.port import Order
 from bamboo_ds.cloud.pretend import Manners, PretendMarket, Supply
@@ -28,6 +28,29 @@ class Clock:
         return self.seconds
 
 
+class FakeNodes:
+    """What a cluster would do."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, str] = {}
+        self.ended: list[tuple[str, str]] = []
+
+    def add(self, *, zone: str | None = None) -> str:
+        name = f"n{len(self.live) + len(self.ended)}"
+        self.live[name] = zone or ""
+        return name
+
+    def kill(self, node: str, how: str = "kill") -> float:
+        del self.live[node]
+        self.ended.append((node, how))
+        return 0.0
+
+
+@pytest.fixture
+def nodes() -> FakeNodes:
+    return FakeNodes()
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -38,17 +61,27 @@ def cloud(tmp_path: Path, clock: Clock) -> Iterator[LocalCloud]:
     supply = Supply.of([(0.0, "a", 3), (0.0, "b", 2), (100.0, "a", -2)], zones=ZONES)
     market = PretendMarket(supply, manners=Manners(delay_seconds=(5.0, 5.0)))
     with LocalCloud(market, tmp_path / "cloud", now=clock) as found:
+        clock.seconds = 1000.0
+        found.begin({})
         yield found
 
 
 @pytest.fixture
 def provider(tmp_path: Path, cloud: LocalCloud) -> Iterator[LocalProvider]:
     """Give a provider whose launcher serves."""
-    stopped = threading.Event()
+    stopped, lock = threading.Event(), threading.Lock()
+    go_on = cloud.go_on
+
+    def alone(nodes: object) -> bool:
+        with lock:  # in the launcher it is one thread
+            return go_on(nodes)  # type: ignore[arg-type]
+
+    cloud.go_on = alone  # type: ignore[method-assign]
 
     def serve() -> None:
         while not stopped.wait(0.001):
-            cloud.serve()
+            with lock:
+                cloud.serve()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -58,15 +91,17 @@ def provider(tmp_path: Path, cloud: LocalCloud) -> Iterator[LocalProvider]:
 
 
 def test_an_order_becomes_a_node_that_the_launcher_starts(
-    provider: LocalProvider, cloud: LocalCloud, clock: Clock
+    provider: LocalProvider, cloud: LocalCloud, clock: Clock, nodes: FakeNodes
 ) -> None:
     assert provider.order(Order("t1", 2, "a"), again=False).promised == 2
     assert provider.look().under_way == {"a": 2}
-    assert cloud.take() == Turn({}, (), ())
-    clock.seconds = 5.0
-    assert sorted(cloud.take().start.values()) == ["a", "a"]
+    assert cloud.go_on(nodes)
+    assert nodes.live == {}
+    clock.seconds += 5.0
+    assert not cloud.go_on(nodes)
+    assert nodes.live == {"n0": "a", "n1": "a"}
     holdings = provider.look()
-    assert {(one.zone, one.order) for one in holdings.instances} == {("a", "t1")}
+    assert [(one.id, one.zone, one.order) for one in holdings.instances] == [("n0", "a", "t1"), ("n1", "a", "t1")]
     assert holdings.under_way == {}
 
 
@@ -84,23 +119,36 @@ def test_a_full_zone_says_so(provider: LocalProvider) -> None:
 
 
 def test_the_market_takes_nodes_away_and_the_job_gives_them_back(
-    provider: LocalProvider, cloud: LocalCloud, clock: Clock
+    provider: LocalProvider, cloud: LocalCloud, clock: Clock, nodes: FakeNodes
 ) -> None:
-    for name in ("n0", "n1", "n2"):
-        cloud.market.add(name, "a")
+    for _ in range(3):
+        cloud.market.add(nodes.add(zone="a"), "a")
     provider.release("n1")
-    assert cloud.take() == Turn({}, (), ("n1",))
-    clock.seconds = 100.0
-    turn = cloud.take()
-    assert len(turn.kill) == 1
-    assert [one.id for one in provider.look().instances] == sorted({"n0", "n2"} - set(turn.kill))
+    cloud.go_on(nodes)
+    assert nodes.ended == [("n1", "term")]
+    clock.seconds += 100.0
+    cloud.go_on(nodes)
+    assert [how for _, how in nodes.ended] == ["term", "kill"]
+    assert [one.id for one in provider.look().instances] == list(nodes.live)
 
 
-def test_after_the_end_nothing_is_started(provider: LocalProvider, cloud: LocalCloud, clock: Clock) -> None:
+def test_a_node_that_has_died_is_no_longer_there(provider: LocalProvider, cloud: LocalCloud, nodes: FakeNodes) -> None:
+    cloud.market.add(nodes.add(zone="a"), "a")
+    cloud.go_on(nodes)
+    assert len(provider.look().instances) == 1
+    nodes.live.clear()
+    cloud.go_on(nodes)
+    assert provider.look().instances == ()
+
+
+def test_after_the_end_nothing_is_started(
+    provider: LocalProvider, cloud: LocalCloud, clock: Clock, nodes: FakeNodes
+) -> None:
     provider.order(Order("t1", 1, "a"), again=False)
     provider.finish()
-    clock.seconds = 5.0
-    assert cloud.take().start == {}
+    clock.seconds += 5.0
+    assert not cloud.go_on(nodes)
+    assert nodes.live == {}
 
 
 def test_without_a_launcher_nobody_knows_what_came_of_an_order(tmp_path: Path) -> None:

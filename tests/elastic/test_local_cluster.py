@@ -402,6 +402,88 @@ def test_when_no_node_is_left_the_job_has_failed(flag: Path) -> None:
         assert running.wait(10) == 1
 
 
+# ---- more nodes --------------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_added_while_it_runs_and_no_name_comes_again(
+    flag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with cluster(Train(flag, stages=1), nodes=2, zones=("a", "b")) as running:
+        await_plan(running)
+        running.kill("n1")
+        assert [running.add(), running.add(zone="c")] == ["n2", "n3"]
+        eventually(lambda: worker_nodes(running) == {"n0", "n2", "n3"}, within_seconds=8, what="they have joined")
+        nodes = {name: json.loads(Look.at(running).get(keys.node(name)) or b"{}") for name in ("n0", "n2", "n3")}
+        assert [node["zone"] for node in nodes.values()] == ["a", "a", "c"]
+        assert running.names == ("n0", "n1", "n2", "n3")
+        assert running.live == ("n0", "n2", "n3")
+        running.kill("n3")
+        assert running.add() == "n4"
+        processes = [pid for name in ("n0", "n2", "n4") for pid in running.processes(name).everything]
+        flag.touch()
+        assert running.wait(20) == 0
+        assert running.codes == {"n0": 0, "n1": -signal.SIGKILL, "n2": 0, "n3": -signal.SIGKILL, "n4": 0}
+    assert not alive(processes)
+    assert [path.name for path in tmp_path.iterdir() if path != flag] == []
+    with pytest.raises(ConfigError, match="the cluster does not run"):
+        running.add()
+
+
+def worker_nodes(running: LocalCluster) -> set[str]:
+    """Return the nodes that have joined, and are there."""
+    nodes = Look.at(running).list(keys.NODES)
+    return {key.removeprefix(keys.NODES) for key, value in nodes.items() if json.loads(value)["workers"]}
+
+
+def test_an_added_node_has_an_address_that_no_other_has() -> None:
+    def program() -> Any:
+        membership = Membership.read()
+        assert membership is not None
+        return membership.address
+
+    with cluster(program, nodes=1) as running:
+        running.add()
+        assert running.wait(20) == 0
+        assert sorted(running.results().values()) == ["127.0.0.1", "127.0.0.2"]
+
+
+def test_a_job_is_not_over_without_nodes_as_long_as_more_may_come(flag: Path) -> None:
+    begun = time.monotonic()
+    with cluster(Train(flag, stages=1), nodes=1) as running:
+        await_plan(running)
+        running.kill("n0")
+
+        def more_may_come() -> bool:
+            return time.monotonic() < begun + 4
+
+        assert running.wait(20, meanwhile=more_may_come) == 1
+        assert time.monotonic() > begun + 4
+
+
+def test_what_is_done_meanwhile_may_add_nodes(flag: Path) -> None:
+    with cluster(Train(flag, stages=1), nodes=1) as running:
+        await_plan(running)
+
+        def one_more() -> bool:
+            if len(running.names) == 1:
+                running.add()
+            elif "n1" in worker_nodes(running):
+                flag.touch()
+            return False
+
+        assert running.wait(20, meanwhile=one_more) == 0
+        assert running.codes == {"n0": 0, "n1": 0}
+
+
+def test_a_node_that_has_ended_cannot_be_broken(flag: Path) -> None:
+    flag.touch()
+    with cluster(Train(flag, stages=1), nodes=1) as running:
+        assert running.wait(20) == 0
+        with pytest.raises(ConfigError, match="node n0 has ended with code 0"):
+            running.kill("n0")
+
+
 # ---- breaking on request -----------------------------------------------------------------------------------------
 
 

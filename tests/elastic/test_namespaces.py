@@ -212,3 +212,23 @@ def test_workers_have_the_network_of_their_node() -> None:
         found = list(running.results().values())
     assert len({address for address, _ in found}) == 2
     assert all("bamboo0" in names and "lo" in names and "eth0" not in names for _, names in found)
+
+
+@needs_networks
+def test_a_node_that_is_added_has_a_link_to_all_others_that_can_be_cut(tmp_path: Path) -> None:
+    flag = tmp_path / "enough"
+    options: dict[str, Any] = {"warm": False, "namespaces": True, "ttl_seconds": TTL_SECONDS}
+    with LocalCluster(Train(flag, stages=1), nodes=1, **options) as running:
+        await_plan(running)
+        assert running.add() == "n1"
+        there = ["n0", "n1"]
+        eventually(lambda: sorted(joined(running)) == there, within_seconds=8, what="it has joined")
+        running.kill("n1", "cut")
+        eventually(lambda: joined(running) == ["n0"], within_seconds=TTL_SECONDS + 4, what="it is lost")
+        flag.touch()
+        assert running.wait(20) == 0
+
+
+def joined(running: LocalCluster) -> list[str]:
+    """Return the nodes that have joined, and are there."""
+    return [key.removeprefix(keys.NODES) for key in Look.at(running).list(keys.NODES)]

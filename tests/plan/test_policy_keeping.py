@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from itertools import permutations
+from itertools import combinations, permutations
 
 import pytest
 from hypothesis import assume, given, settings
@@ -119,7 +119,7 @@ def test_no_other_layout_of_one_zone_moves_less(change: tuple[Plan, list[Worker]
 
 
 def test_in_several_zones_few_layouts_that_are_as_safe_move_less() -> None:
-    """Safety and bytes together are no assignment problem; 300 changes are compared with every possible layout."""
+    """Safety and bytes together are no assignment problem; these changes are compared with every possible layout."""
     chance = random.Random(5)
     compared = worse = 0
     for _ in range(300):
@@ -144,7 +144,7 @@ def test_in_several_zones_few_layouts_that_are_as_safe_move_less() -> None:
         compared += 1
         worse += total_of(kept, keep) > best
     assert compared > 100
-    assert worse <= compared * 0.05
+    assert worse <= 6, "12 without trades, 8 without turns"
 
 
 def total_of(grid: Grid, keep: Moving) -> int:
@@ -229,11 +229,13 @@ def test_trades_only_ever_help_however_workers_stand(
     after = traded(grid, workers=workers, moving=keep)
     assert len({worker.id for row in after for worker in row}) == len(order)
     assert (faults(after), total_of(after, keep)) <= (faults(grid), total_of(grid, keep))
-    for row, left, right in ((r, s, t) for r in range(len(after)) for s in range(width) for t in range(s)):
-        other = [list(pipeline) for pipeline in after]
-        other[row][left], other[row][right] = other[row][right], other[row][left]
-        swapped = tuple(map(tuple, other))
-        assert (faults(after), total_of(after, keep)) <= (faults(swapped), total_of(swapped, keep))
+    for one, two in combinations(range(len(order)), 2):
+        other = [worker for row in after for worker in row]
+        other[one], other[two] = other[two], other[one]
+        swapped = tuple(tuple(other[start : start + width]) for start in range(0, len(order), width))
+        assert (faults(after), total_of(after, keep)) <= (faults(swapped), total_of(swapped, keep)), (
+            "one more would help"
+        )
 
 
 def test_without_sizes_parts_of_the_model_are_counted() -> None:
@@ -241,6 +243,8 @@ def test_without_sizes_parts_of_the_model_are_counted() -> None:
     assert not keep.measured
     assert keep.table == ((0, 1, 2), (2, 1, 0), (2, 2, 2))
     assert (keep.most, keep.row(0), keep.row(7)) == (2, (0, 1, 2), (2, 2, 2))
+    uncut = Bounds(3, redundancy=False, model=Model(layer_bytes=SIZES))
+    assert moving(Plan(((0, 1),)), num_stages=3, bounds=uncut) == keep
     layers = moving(Plan(((0, 1),), parts=CUTS[2]), num_stages=3, bounds=Bounds(3, model=Model(CUTS)))
     assert not layers.measured
     assert layers.table == ((0, 0, 0), (0, 0, 0), (8, 9, 7)), "of two workers each holds all 12 layers"
@@ -251,6 +255,7 @@ def test_a_shadow_needs_the_next_stage_too() -> None:
     assert alone.table[0] == (0, sum(SIZES[2:5]), sum(SIZES[5:9]), sum(SIZES[9:]))
     both = keep_of(FOUR, Shape(4, 2), Bounds(4, model=MODEL))
     assert both.table[0] == (0, sum(SIZES[5:9]), sum(SIZES[5:]), sum(SIZES[9:]))
+    assert both.most == sum(SIZES[:5]) > max(both.table[0])
     assert both.table[-1] == (sum(SIZES[:5]), sum(SIZES[2:9]), sum(SIZES[5:]), sum(SIZES[9:]) + sum(SIZES[:2]))
 
 

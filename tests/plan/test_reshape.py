@@ -58,6 +58,7 @@ MICRO_BATCHES = [None, 4, 8, 9, 16, 64]
         (4, 2, (2, 6, 3), 0, (4, 1)),
         (4, 2, (2, 3), 0, (4, 1)),
         (4, 1, (1,), 0, (3, 1)),
+        (2, 1, (1,), 0, None),
         (3, 1, (), 1, (4, 1)),
         (3, 1, (), 5, (4, 2)),
         (4, 1, (), 3, None),
@@ -259,8 +260,10 @@ def test_without_redundancy_only_speed_counts() -> None:
     plan = static_plan(world_size=4, num_stages=4)
     assert at_boundary(plan, set(range(7)), bounds).action is Action.KEEP
     assert at_boundary(plan, set(range(8)), bounds).action is Action.RECONFIGURE
-    one = Bounds(4, 2, redundancy=False, model=Model(micro_batches=1))
-    assert at_boundary(static_plan(world_size=3, num_stages=3), set(range(4)), one).action is Action.KEEP
+    alone = static_plan(world_size=1, num_stages=1)
+    for redundancy, action in ((False, Action.KEEP), (True, Action.RECONFIGURE)):
+        one = Bounds(2, 1, redundancy=redundancy, model=Model(micro_batches=1))
+        assert at_boundary(alone, {0, 1}, one).action is action
 
 
 def test_a_layer_that_hangs_on_one_worker_is_reason_enough() -> None:
@@ -279,7 +282,7 @@ def test_to_be_safer_a_job_does_not_become_slower() -> None:
     uneven = bounds_of(partitions=CUTS, layer_costs=(90.0, *(1.0,) * 9), micro_batches=16)
     decision = at_boundary(replace(plan, parts=CUTS[4]), alive, uneven)
     assert decision.action is Action.KEEP
-    assert decision.reason == "6 workers: 4x1 whole would train 0.55 of what 4x2 with 2 merged stage(s) does: keep"
+    assert decision.reason == "6 workers: 4x1 whole would train 0.50 of what 4x2 with 2 merged stage(s) does: keep"
     even = bounds_of(partitions=CUTS, layer_costs=(5.0, 2.5, 2.5, *(5 / 3,) * 3, *(1.25,) * 4), micro_batches=16)
     assert at_boundary(replace(plan, parts=CUTS[4]), alive, even).action is Action.RECONFIGURE
 

@@ -1,4 +1,4 @@
-"""The demo: its pure parts here, and the whole of it on four small nodes, of which it kills two."""
+"""The demo: its pure parts here, and the whole of it on four small nodes, which go and come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +20,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import demo  # noqa: E402
-from gpt_report import Curves, Mark, plot_runs  # noqa: E402
+
+from bamboo_ds.cli.chaos.journal import StepLine  # noqa: E402
 
 CONFIG = {
     "train_batch_size": 16,
@@ -33,106 +33,70 @@ CONFIG = {
 }
 
 
-# ---- whom it kills ---------------------------------------------------------------------------------------------
+# ---- what came of it -------------------------------------------------------------------------------------------
 
 
-def plan_of(*rows: tuple[int, ...], homes: tuple[tuple[int, ...], ...] = ()) -> dict[str, Any]:
-    """Return a plan as `status --json` shows it; worker 7 is on node n7."""
-    grid = [
-        [{"owner": owner, "home": home, "node": f"n{owner}"} for owner, home in zip(row, homes_of, strict=True)]
-        for row, homes_of in zip(rows, homes or rows, strict=True)
-    ]
-    return {"num_stages": len(rows[0]), "grid": grid}
+def line(step: int, loss: float, *, worker: int = 0, stages: int = 4, pipelines: int = 2) -> StepLine:
+    return StepLine(step=step, loss=loss, at=float(step), worker=worker, stages=stages, pipelines=pipelines)
 
 
-def test_the_first_victim_is_the_worker_that_reports() -> None:
-    victim = demo.choose_victim(plan_of((1, 4, 6, 2), (0, 3, 7, 5)), [])
-    assert victim == demo.Victim("n0", worker=0, pipeline=1, stage=0)
-    assert str(victim) == "node n0: worker 0, stage 0 of pipeline 1"
+CLOSE = 2.000001
+LOSSES = [3.0, 2.0, 1.5]
 
 
-def test_the_second_is_in_a_whole_pipeline_at_another_stage() -> None:
-    first = demo.Victim("n0", worker=0, pipeline=1, stage=0)
-    plan = plan_of((1, 4, 6, 2), (5, 3, 7, 5), homes=((1, 4, 6, 2), (0, 3, 7, 5)))
-    assert demo.choose_victim(plan, [first]) == demo.Victim("n6", worker=6, pipeline=0, stage=2)
+def test_losses_match_bit_by_bit_until_the_shape_changes() -> None:
+    equal = [line(step, loss) for step, loss in enumerate(LOSSES)]
+    assert demo.matches(equal, LOSSES)
+    assert not demo.matches([equal[0], line(1, CLOSE), equal[2]], LOSSES)
+
+
+def test_losses_match_closely_once_the_shape_has_changed_and_also_when_it_is_back() -> None:
+    thin = line(0, 3.0, pipelines=1)
+    assert not demo.matches([thin, line(1, 2.1, pipelines=1), line(2, 1.5)], LOSSES)
+    assert demo.matches([line(0, 3.0), line(1, CLOSE, stages=3), line(2, 1.500001)], LOSSES)
+
+
+def test_losses_of_fewer_steps_or_of_steps_that_came_again_do_not_match() -> None:
+    equal = [line(step, loss) for step, loss in enumerate(LOSSES)]
+    assert not demo.matches(equal[:2], LOSSES)
+    assert not demo.matches([*equal, *equal], LOSSES)
 
 
 @pytest.mark.parametrize(
-    ("rows", "homes"), [(((0,), (1,)), ()), (((1, 1), (2, 2)), ((0, 1), (2, 3)))], ids=["no shadows", "all have lost"]
+    ("lines", "lost", "repeated"),
+    [
+        ([line(0, 3.0), line(1, CLOSE), line(2, 1.5)], 0, 0),
+        ([line(0, 3.0), line(0, 3.0, worker=1), line(1, 2.0), line(2, 1.5)], 0, 0),
+        ([line(0, 3.0), line(1, 2.0)], 32, 0),
+        ([line(0, 3.0), line(1, 2.0), line(2, 1.6)], 32, 0),
+        ([line(0, 3.0), line(1, 2.0), line(2, 1.5), line(2, 1.6, worker=1)], 32, 0),
+        ([line(0, 3.0), line(1, 2.0), line(1, 2.0), line(2, 1.5)], 0, 32),
+    ],
 )
-def test_where_every_loss_would_lose_a_stage_it_kills_nobody(rows: Any, homes: Any) -> None:
-    with pytest.raises(demo.DemoError, match="take more --nodes or more --stages"):
-        demo.choose_victim(plan_of(*rows, homes=homes), [])
+def test_a_step_counts_as_lost_unless_its_loss_is_right(lines: list[StepLine], lost: int, repeated: int) -> None:
+    found = demo.lost_and_repeated(lines, LOSSES, batch=32)
+    assert found == {"lost_samples": lost, "repeated_samples": repeated}
 
 
-# ---- what it counts --------------------------------------------------------------------------------------------
-
-
-def event(kind: str, *, node: str = "n0", at: float = 0.0, **fields: Any) -> dict[str, Any]:
-    return {"time": at, "node": node, "kind": kind, "text": f"{kind} at {at}", **fields}
-
-
-BEGIN = [
-    event("node_joined", node="n0", workers=[0, 1]),
-    event("node_joined", node="n1", workers=[2]),
-    event("roster", workers=[0, 1, 2]),
-    event("plan", action="start"),
-]
-
-
-def test_an_undisturbed_run_counts_nothing() -> None:
-    assert demo.count(BEGIN) == {"preemptions": 0, "failovers": 0, "restarts": 0}
-
-
-def test_it_counts_what_the_events_tell() -> None:
-    told = [
-        event("preempt", node="n1", how="kill"),
-        event("preempt", node="n0", text="it cannot"),
-        event("failover", action="failover"),
-        event("failover", action="failover"),
-        event("node_joined", node="n2", workers=[3, 4]),
-        event("reconfigure", action="restore"),
-        event("recovered", victims=[2]),
-    ]
-    assert demo.count([*BEGIN, *told]) == {"preemptions": 1, "failovers": 2, "restarts": 3}
-
-
-def test_a_step_counts_as_lost_unless_its_loss_has_the_same_bits() -> None:
-    losses = [3.0, 2.0, 1.5]
-    undisturbed = Curves(first_step=5, batch_size=32, training=losses)
-    for other, lost in [(losses, 0), ([3.0, 2.0], 32), ([3.0, 2.0000000000000004, 1.5], 32), ([], 96)]:
-        assert demo.lost_samples(undisturbed, Curves(first_step=5, batch_size=32, training=other)) == lost
-
-
-def test_events_of_all_agents_are_put_together_without_those_of_former_runs(tmp_path: Path) -> None:
-    seen = {"n0": [event("old", at=1.0), event("b", at=3.0)], "n1": [event("b", at=3.0), event("a", at=2.0)]}
-    for node, events in seen.items():
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
-    assert [found["kind"] for found in demo.read_events(tmp_path, since=2.0)] == ["a", "b"]
+RIGHT = {
+    "preemptions": 5, "joins": 4, "failovers": 2, "reconfigurations": 4, "restarts": 0, "lost_samples": 0,
+    "repeated_samples": 0, "matches_undisturbed": True,
+}  # fmt: skip
 
 
 def test_what_is_not_as_it_should_be_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    right = {"preemptions": 2, "failovers": 2, "restarts": 0, "lost_samples": 0, "matches_undisturbed": True}
-    assert demo.is_right(right)
+    assert demo.is_right(RIGHT)
     assert capsys.readouterr().err == ""
-    assert not demo.is_right({**right, "preemptions": 1, "lost_samples": 64})
+    assert not demo.is_right({**RIGHT, "joins": 1, "lost_samples": 64})
     assert capsys.readouterr().err == (
-        "demo: preemptions is 1, not 2; lost_samples is 64, not 0\n"
-        "demo: the run ended before both nodes were killed: take more --steps\n"
+        "demo: lost_samples is 64, not 0; joins is 1, not 2 or more\n"
+        "demo: the run may have ended before all of it had happened: take more --steps\n"
     )
 
 
 def test_options_that_the_demo_does_not_know_go_to_the_job() -> None:
     arguments, for_job = demo.parse_arguments(["--steps", "9", "--text", "a", "b", "--stages=2"])
     assert (arguments.steps, for_job) == (9, ["--text", "a", "b", "--stages=2"])
-
-
-def test_two_runs_are_drawn_with_what_happened_in_the_second(tmp_path: Path) -> None:
-    curves = Curves(first_step=1, batch_size=4, training=[3.0, 2.0, 1.0], validation={2: 2.5})
-    path = tmp_path / "folder/loss.png"
-    assert plot_runs(curves, curves, [Mark(2, "kill")], title="two", path=path) == str(path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 # ---- the whole of it -------------------------------------------------------------------------------------------
@@ -222,7 +186,7 @@ def is_open(address: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_nodes_are_killed_and_nothing_differs_and_nothing_is_left(start: Callable[..., Demo]) -> None:
+def test_nodes_go_and_come_and_nothing_is_lost_and_nothing_is_left(start: Callable[..., Demo]) -> None:
     before = {*os.listdir("/dev/shm")}
     run = start("--steps", 150)
     servers: set[str] = set()
@@ -232,14 +196,14 @@ def test_two_nodes_are_killed_and_nothing_differs_and_nothing_is_left(start: Cal
     assert run.process.returncode == 0, run.stderr[-6000:] + run.stdout
     assert len(run.stdout.splitlines()) == 1, run.stdout
     summary = json.loads(run.stdout)
-    figures = {name: summary[name] for name in ("steps", "stages", "pipelines", "preemptions", "failovers")}
-    assert figures == {"steps": 150, "stages": 2, "pipelines": 2, "preemptions": 2, "failovers": 2}
-    assert (summary["restarts"], summary["lost_samples"], summary["matches_undisturbed"]) == (0, 0, True)
+    # Zone a has two of the nodes: one of them is killed, as it reports, and one takes its place before all are killed.
+    figures = {name: summary[name] for name in ("steps", "preemptions", "joins", "restarts", "restores")}
+    assert figures == {"steps": 150, "preemptions": 4, "joins": 3, "restarts": 0, "restores": 0}
+    assert (summary["lost_samples"], summary["repeated_samples"], summary["matches_undisturbed"]) == (0, 0, True)
+    assert 0 <= summary["max_rel_diff"] <= 1e-5
+    assert summary["reconfigurations"] >= 3
     assert summary["loss_last"] < summary["loss_first"]
     assert Path(summary["plot"]).read_bytes().startswith(b"\x89PNG")
-    told = [line for line in run.stderr.splitlines() if line.startswith("demo: worker ")]
-    assert len(told) == 2, run.stderr
-    assert all("took over stage" in line for line in told)
     assert run.stderr.count("step 150/150") == 2, "whoever reports goes on when the reporter dies"
     assert not run.processes()
     assert len(servers) == 2
@@ -256,5 +220,6 @@ def test_nothing_goes_on_when_the_demo_is_ended(number: signal.Signals, start: C
     os.kill(run.process.pid, number)
     assert run.process.wait(60) == (130 if number == signal.SIGINT else -number)
     eventually(lambda: not run.processes(), what="all processes end", within_seconds=30)
-    assert run.temporary_folders() == []
+    if number == signal.SIGINT:  # nobody can remove what the killed one had; the next launcher does
+        assert run.temporary_folders() == []
     assert run.stdout == ""

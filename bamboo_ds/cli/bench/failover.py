@@ -273,7 +273,10 @@ def config_of(case: Case) -> dict[str, Any]:
         {"how": case.how, "step": FAULT_STEP, "pipeline": case.pipeline, "stage": case.stage,
          "instruction": case.instruction}
     ]  # fmt: skip
-    block = {"redundancy": case.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS, "fault_injection": faults}
+    block = {
+        "redundancy": case.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS, "fault_injection": faults,
+        "min_stages": STAGES,  # a pipeline stays cut as it was, or a tied layer's sums come out in another order
+    }  # fmt: skip
     return {**job_of(case).deepspeed_config(), "bamboo": block}
 
 
@@ -348,8 +351,8 @@ def compare(survivors: dict[int, Survivor], expected: dict[int, Survivor], case:
 
 
 def tails(folder: Path, *, lines: int = 12) -> str:
-    """Return the end of each worker's log."""
+    """Return the end of each worker's log, and what the nodes have seen last."""
     return "\n".join(
         f"{path.name}: " + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-        for path in sorted(folder.rglob("worker-*.log"))
+        for path in [*sorted(folder.rglob("worker-*.log")), *sorted(folder.rglob("events.jsonl"))[:2]]
     )

@@ -239,7 +239,8 @@ def job_of(death: Death) -> Job:
 
 def config_of(death: Death) -> dict[str, Any]:
     """Return the DeepSpeed config of a case."""
-    block = {"redundancy": death.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS}
+    # The steps after the loss are those of the merged pipeline: it is not to be cut anew.
+    block = {"redundancy": death.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS, "min_stages": STAGES}
     return {**job_of(death).deepspeed_config(), "bamboo": block}
 
 

@@ -9,7 +9,7 @@ repeats a micro-batch cannot hide it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ class CountingEmbedding(GPTEmbedding):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Look the tokens up, and count the samples."""
-        counted: torch.Tensor = _Counted.apply(super().forward(rows[:, 1:]), self.census, rows[:, 0])
-        return counted
+        count: Callable[..., torch.Tensor] = _Counted.apply
+        return count(super().forward(rows[:, 1:]), self.census, rows[:, 0])
 
     def counts(self) -> list[int]:
         """Return how often each sample has gone into a committed step."""

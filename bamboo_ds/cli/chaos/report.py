@@ -1,0 +1,151 @@
+"""What a chaos run has come to: every figure is counted or measured, none follows from what should be."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from bamboo_ds.cli.bench.report import rounded
+from bamboo_ds.cli.chaos.drive import Deed
+from bamboo_ds.cli.chaos.journal import StepLine
+from bamboo_ds.simulator.trace import Change
+
+__all__ = ["Timeline", "lost_and_repeated", "max_rel_diff", "read_events", "told"]
+
+_AT_ONCE_SECONDS = 0.25  # removals no further apart are one bulk
+_STALLED_STEPS = 5.0  # a step that takes longer than so many undisturbed ones
+_KINDS = {"failovers": "failover", "reconfigurations": "reconfigure", "restores": "restore", "aborts": "abort"}
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run, oldest first: those that any of its agents has seen.
+
+    Args:
+        folder: of the logs, with one folder for each node.
+    """
+    lines = {line for path in folder.glob("*/events.jsonl") for line in _whole_lines(path)}
+    return sorted((json.loads(line) for line in lines), key=lambda event: float(event["time"]))
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file whose writer may have been killed in the middle of the last."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count what the coordinators have decided, and what came of it.
+
+    - failovers: plans in which shadows took over.
+    - reconfigurations: epochs after the first; of those, restores took layers from a checkpoint.
+    - restarts: workers that were started beyond one for each node that joined.
+    """
+    actions = Counter(event["action"] for event in events if "action" in event)
+    joined = [event for event in events if event["kind"] == "node_joined"]
+    workers = {worker for event in joined for worker in event["workers"]}
+    nodes = {event["about"] if "about" in event else event["node"] for event in joined}
+    counts = {name: actions[action] for name, action in _KINDS.items()}
+    counts["reconfigurations"] += counts["restores"]
+    return {**counts, "restarts": len(workers) - len(nodes)}
+
+
+def lost_and_repeated(census: Sequence[int], *, steps: int, batch: int) -> tuple[int, int]:
+    """Return how many samples are missing in the weights after some steps, and how many are in them once too often.
+
+    Args:
+        census: how often each sample has gone into them.
+        steps: that were committed.
+        batch: samples of a step; they come in order, epoch after epoch.
+    """
+    epochs, rest = divmod(steps * batch, len(census))
+    over = [count - epochs - (index < rest) for index, count in enumerate(census)]
+    return sum(-more for more in over if more < 0), sum(more for more in over if more > 0)
+
+
+def max_rel_diff(lines: Sequence[StepLine], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of a loss that any worker has seen from that of the undisturbed run.
+
+    Steps that were trained again after a restore count each time.
+
+    Raises:
+        ValueError: some step was seen by nobody.
+    """
+    if missing := set(range(len(expected))) - {line.step for line in lines}:
+        raise ValueError(f"nobody has seen step(s) {sorted(missing)[:5]}")
+    return max(abs(line.loss - expected[line.step]) / abs(expected[line.step]) for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What happened when.
+
+    Attributes:
+        steps: each step as the first worker that saw it committed; after a restore they begin again further back.
+        deeds: what was done to the cluster.
+    """
+
+    steps: tuple[StepLine, ...]
+    deeds: tuple[Deed, ...] = ()
+
+    @classmethod
+    def of(cls, lines: Sequence[StepLine], deeds: Sequence[Deed] = ()) -> Timeline:
+        """Make one of what the workers have written. All write a step before any of them can commit the next."""
+        ordered = sorted(lines, key=lambda line: line.at)
+        return cls(tuple(next(same) for _, same in groupby(ordered, key=lambda line: line.step)), tuple(deeds))
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the first step to that of the last."""
+        return self.steps[-1].at - self.steps[0].at
+
+    @property
+    def steps_per_second(self) -> float:
+        """Of those that count: what is trained again after a restore counts once."""
+        return (self.steps[-1].step - self.steps[0].step) / self.seconds
+
+    @property
+    def rollbacks(self) -> int:
+        """How often training has gone back to a checkpoint."""
+        return sum(after.step < before.step for before, after in pairwise(self.steps))
+
+    def mean_live(self) -> float:
+        """Return the mean number of nodes between the first and the last step."""
+        begin, end = self.steps[0].at, self.steps[-1].at
+        changes = [(min(max(deed.at, begin), end), deed.live) for deed in self.deeds]
+        spans = pairwise([*changes, (end, 0)])
+        return sum((until - since) * live for (since, live), (until, _) in spans) / self.seconds
+
+    def stalls(self, *, step_seconds: float) -> dict[str, Any]:
+        """Return how long no step ended that should have: beyond so many undisturbed steps."""
+        pauses = [after.at - before.at for before, after in pairwise(self.steps)]
+        long = [pause for pause in pauses if pause > _STALLED_STEPS * step_seconds]
+        return {
+            "count": len(long),
+            "seconds": rounded(sum(long)),
+            "longest_seconds": rounded(max(long, default=0.0)),
+            "median_seconds": rounded(statistics.median(long)) if long else 0.0,
+        }
+
+    def removals(self) -> dict[str, int]:
+        """Return how many nodes were removed, how often several at once, and the largest such number."""
+        times = [deed.at for deed in self.deeds if deed.change is Change.REMOVE]
+        bulks, last = list[int](), float("-inf")
+        for at in times:
+            if at > last + _AT_ONCE_SECONDS:
+                bulks.append(0)
+            bulks[-1] += 1
+            last = at
+        return {
+            "removals": len(times),
+            "bulk_removals": sum(size > 1 for size in bulks),
+            "largest_bulk": max(bulks, default=0),
+        }
+
+    def joins(self) -> int:
+        """Return how many nodes were added after training had begun."""
+        return sum(deed.change is Change.ADD and deed.at > self.steps[0].at for deed in self.deeds)

@@ -1,0 +1,137 @@
+"""Fleets of real processes with a real etcd: nodes come back by themselves, and a warned node leaves in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.cli.local import LocalCluster
+from bamboo_ds.cli.run_cloud import local_fleet
+from bamboo_ds.cloud import keys as fleet_keys
+from bamboo_ds.cloud.meter import Cost
+from bamboo_ds.config.cloud import CloudConfig, LocalMarketConfig, PriceConfig
+from bamboo_ds.elastic import keys
+from bamboo_ds.elastic.agent import GONE
+from bamboo_ds.store.embedded import EmbeddedEtcd
+from tests.cloud.fake_metadata import FakeMetadata, fake_metadata
+from tests.cloud.test_metadata import EC2
+from tests.cloud.test_notices import ACTION
+from tests.elastic.clusters import TTL_SECONDS, Look, eventually
+
+FLEET = CloudConfig(
+    provider="local",
+    nodes=3,
+    look_seconds=0.2,
+    retry_seconds=0.5,
+    local=LocalMarketConfig(delay_seconds=(0.0, 0.1)),
+    prices=PriceConfig(spot={"*": 3600.0}, on_demand={"*": 7200.0}),
+)
+
+
+def sleeper(flag: Path) -> Callable[[], None]:
+    def program() -> None:
+        while not flag.exists():
+            time.sleep(0.02)
+
+    return program
+
+
+def test_nodes_come_and_come_back_without_anyone_adding_them(tmp_path: Path) -> None:
+    flag = tmp_path / "end"
+    with local_fleet(FLEET, job="local", workers=1, zones=("a", "b")) as fleet:
+        cluster = LocalCluster(
+            sleeper(flag),
+            nodes=2,
+            zones=("a", "b"),
+            ttl_seconds=TTL_SECONDS,
+            log_folder=tmp_path / "logs",
+            echo=False,
+            warm=False,
+            companions=fleet.companions,
+        )
+        with cluster:
+            go_on = fleet.meanwhile(cluster, zones={"n0": "a", "n1": "b"})
+            assert go_on is not None
+            look = Look.at(cluster)
+
+            def registered() -> set[str]:
+                go_on()
+                return {name.removeprefix(keys.NODES) for name in look.list(keys.NODES)}
+
+            eventually(lambda: len(registered()) == 3, within_seconds=30, what="a third node joins by itself")
+            keeper = eventually(
+                lambda: look.list(fleet_keys.KEEPER), within_seconds=10, what="somebody keeps the fleet"
+            )
+            victim = sorted(keeper.items())[0][1].decode()
+            cluster.kill(victim)
+            eventually(
+                lambda: len(registered() - {victim}) == 3, within_seconds=40, what="a node comes for the lost keeper"
+            )
+            assert len(cluster.live) == 3
+            cost = Cost.decode(look.get(fleet_keys.COST) or b"")
+            assert cost is not None
+            assert cost.spent > 1.0
+            assert cost.on_demand == pytest.approx(2 * cost.spent)
+            orders = look.events("fleet_order")
+            assert sum(event["granted"] for event in orders) == 2
+            flag.touch()
+            assert cluster.wait(60, meanwhile=go_on) == 0
+    assert (
+        len({event["kind"] for path in tmp_path.glob("logs/*/events.jsonl") for event in events(path)} & {"cost"}) <= 1
+    )
+
+
+def events(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def ec2_machine() -> Iterator[FakeMetadata]:
+    with fake_metadata() as fake:
+        fake.paths |= EC2
+        yield fake
+
+
+def test_an_agent_on_ec2_knows_its_place_and_leaves_before_its_end(tmp_path: Path, ec2_machine: FakeMetadata) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    with EmbeddedEtcd() as server:
+        look = Look(server.endpoint, job="train")
+        command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "--etcd", server.endpoint, "--job", "train"]
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("BAMBOO", "AWS"))},
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": ec2_machine.endpoint,
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "DS_ACCELERATOR": "cpu",
+        }
+        agent = subprocess.Popen(
+            [*command, "--ttl", "2", "train.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            node = eventually(lambda: look.get(keys.node("i-0123")), within_seconds=40, what="it joins by its id")
+            assert json.loads(node)["zone"] == "eu-west-1b"
+            assert json.loads(node)["spot"] is True
+            machine = eventually(
+                lambda: look.get(fleet_keys.node("i-0123")), within_seconds=10, what="it says its type"
+            )
+            assert json.loads(machine)["type"] == "g5.xlarge"
+            at = time.time() + 9.0
+            moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+            ec2_machine.paths[ACTION] = json.dumps({"action": "terminate", "time": moment})
+            eventually(
+                lambda: look.get(fleet_keys.leaving("i-0123")), within_seconds=8, what="it says that it is warned"
+            )
+            _, stderr = agent.communicate(timeout=30)
+        finally:
+            agent.kill()
+            agent.wait()
+        assert time.time() < at
+        assert agent.returncode == GONE
+        assert "EC2 will terminate this spot instance" in stderr
+        assert [event["deadline"] for event in look.events("notice")] == [pytest.approx(at, abs=1.0)]
