@@ -66,10 +66,11 @@ class Place:
             return _companion(Cloud(identity=self.identity, sources=sources), job=job) if sources else None
         if config.provider == "local":
             raise ConfigError('--cloud: provider = "local" goes with --local-nodes N')
+        cloud = _cloud(config, self.identity, sources=sources, workers=workers)
         if config.provider == "ec2":
             check_boto3()
-        cloud = _cloud(config, self.identity, sources=sources, workers=workers)
-        return _companion(_with_ec2(cloud, config, job=job) if config.provider == "ec2" else cloud, job=job)
+            cloud = _with_ec2(cloud, config, job=job)
+        return _companion(cloud, job=job, notice_file=config.notice_file)
 
 
 def this_place() -> Place:
@@ -104,9 +105,7 @@ class LocalFleet:
 
 
 @contextlib.contextmanager
-def local_fleet(
-    config: CloudConfig | None, *, job: str, workers: int, zones: Sequence[str]
-) -> Iterator[LocalFleet]:
+def local_fleet(config: CloudConfig | None, *, job: str, workers: int, zones: Sequence[str]) -> Iterator[LocalFleet]:
     """Give what `--cloud` means to emulated nodes.
 
     Args:
@@ -126,13 +125,13 @@ def local_fleet(
     names = tuple(sorted(set(zones)))
     settings = _cloud(config, Identity(_LOCAL, type=_LOCAL, spot=True), sources=[], workers=workers)
     if config.provider is None:
-        yield LocalFleet((_companion(settings, job=job),))
+        yield LocalFleet((_companion(settings, job=job, notice_file=config.notice_file),))
         return
     with tempfile.TemporaryDirectory(prefix="bamboo-cloud-") as folder:
         path = Path(folder) / "socket"
         settings = replace(settings, provider=lambda: LocalProvider(path, zones=names))
         with LocalCloud(local_market(config, zones=names), path) as cloud:
-            yield LocalFleet((_companion(settings, job=job),), cloud)
+            yield LocalFleet((_companion(settings, job=job, notice_file=config.notice_file),), cloud)
 
 
 def local_market(config: CloudConfig, *, zones: Sequence[str]) -> PretendMarket:
@@ -163,11 +162,14 @@ def _supply(trace: Trace, *, zones: Sequence[str], speed: float) -> Supply:
     return Supply.of(changes, zones=zones)
 
 
-def _companion(cloud: Cloud, *, job: str) -> Companion:
-    return functools.partial(_attend, cloud, job)
+def _companion(cloud: Cloud, *, job: str, notice_file: str | None = None) -> Companion:
+    return functools.partial(_attend, cloud, job, notice_file)
 
 
-def _attend(cloud: Cloud, job: str, host: Host) -> Attendant:
+def _attend(cloud: Cloud, job: str, notice_file: str | None, host: Host) -> Attendant:
+    if notice_file is not None:
+        file = FileNotices(Path(notice_file.replace("{node}", host.node)))
+        cloud = replace(cloud, sources=[*cloud.sources, file])
     if not cloud.identity.instance:
         cloud = replace(cloud, identity=replace(cloud.identity, instance=host.node, zone=host.zone))
     if host.registry is not None and cloud.keeper is not None:
@@ -185,12 +187,11 @@ def _cloud(config: CloudConfig, identity: Identity, *, sources: Sequence[Source]
     settings = KeeperSettings(
         rules=rules, nodes=config.nodes, workers_per_node=workers, look_seconds=config.look_seconds
     )
-    files = [] if config.notice_file is None else [FileNotices(Path(config.notice_file))]
     return Cloud(
         identity=identity,
         keeper=settings,
         prices=lambda: PriceBook(config.prices),
-        sources=[*sources, *files],
+        sources=sources,
     )
 
 

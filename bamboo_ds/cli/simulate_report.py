@@ -102,8 +102,8 @@ def _case(case: Case, seeds: int | None) -> dict[str, Any]:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    "policy", "samples/s", "$/h", "samples/$", "x on demand", "goodput", "fail-overs", "reconfigu-rations",
-    "fatal losses", "restores",
+    "policy", "samples/s", "$/h", "samples/$", "x on demand", "goodput", "failovers", "reconfigured", "fatal",
+    "restored",
 )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _figures(answer: Answer) -> Table:
     swept = tuple(answer.cases[0].label)
     table = Table(*swept, *(("preemptions", "nodes") if swept else ()), *_COLUMNS, title=_title(answer))
     for column in table.columns:
-        column.justify = "left" if column.header == "policy" else "right"
+        column.justify, column.no_wrap = "left" if column.header == "policy" else "right", True
     for case in answer.cases:
         stays = case.found.get("on_demand")
         for policy, (figures, _) in case.found.items():

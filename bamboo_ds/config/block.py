@@ -41,10 +41,10 @@ class Fault(BaseModel):
     """Id of the worker."""
 
     pipeline: int | None = Field(default=None, ge=0)
-    """Pipeline of the worker."""
+    """Pipeline of the worker in the first plan of the job."""
 
     stage: int | None = Field(default=None, ge=0)
-    """Stage that the worker owned when the epoch began."""
+    """Stage of the worker in the first plan of the job."""
 
 
 class BambooConfig(BaseModel):

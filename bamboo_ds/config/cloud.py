@@ -125,7 +125,8 @@ class CloudConfig(_Model):
     """An instance whose agent has not joined the job by then is given back."""
 
     notice_file: str | None = None
-    """A file that says that this node will be taken away, for other clouds and schedulers; see docs/ec2.md."""
+    """A file that says that this node will be taken away, for other clouds and schedulers; see docs/ec2.md. The name
+    of the node stands in for ``{node}``."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -362,6 +362,10 @@ class Member:
         value = self._board.news.outcomes.get((engine, number))
         return None if value is None else codec.decode(Outcome, value)
 
+    def newest_outcome(self, engine: int) -> int:
+        """Return the number of the last commit of an engine whose outcome is there; -1 if there is none."""
+        return max((number for of, number in self._board.news.outcomes if of == engine), default=-1)
+
     def await_outcome(self, engine: int, number: int, plan: Plan, *, timeout_seconds: float | None = None) -> Outcome:
         """Wait for the outcome of a commit. One that was decided counts, even if the plan has changed since.
 

@@ -38,17 +38,8 @@ class Committer(Protocol):
         """Return whether the answer of the running round is there although this worker has not taken it yet."""
         ...
 
-    @property
-    def rounds(self) -> int:
-        """How many rounds have been decided."""
-        ...
-
-    def catch_up(self, rounds: int) -> None:
-        """Go on from the round at which the others are."""
-        ...
-
     def follow(self, network: Network) -> None:
-        """Ask the workers of another network from now on: a new epoch has begun."""
+        """Ask the workers of another network, in the round after the last decided one: a new epoch has begun."""
         ...
 
 
@@ -60,11 +51,7 @@ class ExchangeCommitter:
     """
 
     def __init__(self, network: Network) -> None:
-        self._network, self.rounds = network, 0
-
-    def catch_up(self, rounds: int) -> None:
-        """Count from there on."""
-        self.rounds = rounds
+        self._network = network
 
     def follow(self, network: Network) -> None:
         """Ask the workers of another network from now on."""
@@ -79,14 +66,12 @@ class ExchangeCommitter:
         """
         ballots = [codec.decode(Ballot, row) for row in self._network.world.gather_bytes(_ballot(votes, loss_scale))]
         cast = [vote for ballot in ballots for vote in ballot.votes]
-        self.rounds += 1
         if len(steps := {vote.step for vote in cast}) > 1:
             raise ScheduleError(f"workers vote on different steps: {sorted(steps)}")
         return tally(cast, loss_scale=loss_scale)
 
     def share(self, row: str, *, boundary: bool = False) -> list[str]:
         """Exchange rows."""
-        self.rounds += 1
         return [other.decode() for other in self._network.world.gather_bytes(row.encode()) if other]
 
     def decided(self) -> bool:
@@ -109,6 +94,10 @@ class Polling(Protocol):
         """Return the outcome if it is there."""
         ...
 
+    def newest_outcome(self, engine: int) -> int:
+        """Return the number of the last commit that has one; -1 if there is none."""
+        ...
+
 
 class StoreCommitter:
     """Each pipeline gathers its votes, its first worker writes them to the store, the coordinator answers.
@@ -120,15 +109,11 @@ class StoreCommitter:
     """
 
     def __init__(self, network: Network, polls: Polling, *, engine: int) -> None:
-        self._network, self._polls, self._engine, self.rounds = network, polls, engine, 0
-
-    def catch_up(self, rounds: int) -> None:
-        """Count from there on."""
-        self.rounds = rounds
+        self._network, self._polls, self._engine, self._number = network, polls, engine, 0
 
     def follow(self, network: Network) -> None:
-        """Gather among the workers of another network from now on."""
-        self._network = network
+        """Gather among the workers of another network, and count on where the cluster is."""
+        self._network, self._number = network, self._polls.newest_outcome(self._engine) + 1
 
     def decide(self, votes: Sequence[Vote], *, loss_scale: float = 1.0) -> Decision:
         """Vote and wait.
@@ -152,14 +137,14 @@ class StoreCommitter:
 
     def decided(self) -> bool:
         """Return whether the coordinator has answered."""
-        return self._polls.outcome(self._engine, self.rounds) is not None
+        return self._polls.outcome(self._engine, self._number) is not None
 
     def _outcome(self, ballot: Ballot) -> Outcome:
-        outcome = self._polls.outcome(self._engine, self.rounds)
+        outcome = self._polls.outcome(self._engine, self._number)
         if outcome is None:
             self._cast(ballot)
-            outcome = self._polls.await_outcome(self._engine, self.rounds, self._network.plan)
-        self.rounds += 1
+            outcome = self._polls.await_outcome(self._engine, self._number, self._network.plan)
+        self._number += 1
         return outcome
 
     def _cast(self, ballot: Ballot) -> None:
@@ -174,7 +159,7 @@ class StoreCommitter:
                 rows=tuple(row for one in ballots for row in one.rows),
                 boundary=ballot.boundary,
             )
-            self._polls.vote(self._engine, self.rounds, self._network.pipeline_id, whole, plan=self._network.plan)
+            self._polls.vote(self._engine, self._number, self._network.pipeline_id, whole, plan=self._network.plan)
 
 
 def _ballot(votes: Sequence[Vote], loss_scale: float) -> bytes:

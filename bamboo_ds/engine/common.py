@@ -24,7 +24,6 @@ class CommonState:
     Attributes:
         counters: DeepSpeed's: steps, samples, micro-steps, skipped steps.
         evaluations: that were begun.
-        rounds: that were decided.
         micro_batches: M of the global batch.
         position: where training is in the training data: epoch and offset; empty without any.
         scheduler: state of the learning-rate schedule; None without one.
@@ -34,7 +33,6 @@ class CommonState:
 
     counters: Mapping[str, int]
     evaluations: int
-    rounds: int
     micro_batches: int
     position: Sequence[int] = ()
     scheduler: Any = None
@@ -53,7 +51,6 @@ class CommonState:
         return cls(
             counters={name: getattr(engine, name) for name in _COUNTERS},
             evaluations=engine._evaluations,
-            rounds=engine._committer.rounds,
             micro_batches=engine._training_micro_batches,
             position=() if position is None else (position.epoch, position.offset),
             scheduler=to_plain(_scheduler_state(engine), name="lr_scheduler"),
@@ -66,7 +63,6 @@ class CommonState:
         for name in _COUNTERS:
             setattr(engine, name, self.counters[name])
         engine._evaluations = self.evaluations
-        engine._committer.catch_up(self.rounds)
         engine._training_micro_batches = self.micro_batches
         engine._position = Position(*self.position) if self.position else None
         adopt_settings(engine.optimizer, self.groups)

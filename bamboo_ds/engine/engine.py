@@ -135,7 +135,8 @@ class BambooPipelineEngine(Checkpointing):
         self.stage_costs: StageCosts | None = None
         self._local, self._clock = LocalGradients(self.stage_id), OperationClock()
         self._reducer, self._replicas = GradientReducer(self.module, self.network), Replicas(self.module, self.network)
-        self._faults = FaultInjector(self.bamboo.fault_injection, worker=self._source.worker, home=place)
+        first = place if plan.epoch == 0 else None
+        self._faults = FaultInjector(self.bamboo.fault_injection, worker=self._source.worker, home=first)
         if self.training_data is not None:
             self._set_training_data(self.training_data, position=self._position)
             self._position = None
@@ -373,6 +374,7 @@ class BambooPipelineEngine(Checkpointing):
         self._drop_gradients()
         self.stage_costs = follow(self.stage_costs, self._decision)
         self._report_step()
+        self._after_commit(checkpoint=self._decision.checkpoint)
 
     def _votes(self) -> list[Vote]:
         """Return one vote for each owned stage."""
@@ -392,6 +394,8 @@ class BambooPipelineEngine(Checkpointing):
             overflow=self.fp16_enabled() and not all(map(math.isfinite, norms.values())),
             forward_seconds=self._clock.seconds("forward", stage),
             backward_seconds=self._clock.seconds("backward", stage),
+            checkpoint_due=self._wants_checkpoint(),
+            checkpoint_busy=self._writes_checkpoint(),
         )
 
     @torch.no_grad()

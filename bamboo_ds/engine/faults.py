@@ -20,11 +20,11 @@ class FaultInjector:
     Args:
         faults: of the whole job.
         worker: id of this worker.
-        home: its place when the epoch began.
+        home: its place in the first plan; None if it had none. Whoever comes to that place later is another one.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, worker: int, home: Place) -> None:
-        wanted = (worker, home.pipeline, home.stage)
+    def __init__(self, faults: Sequence[Fault], *, worker: int, home: Place | None) -> None:
+        wanted = (worker, None, None) if home is None else (worker, home.pipeline, home.stage)
         self._faults = {
             (fault.step, fault.instruction): fault
             for fault in faults

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -26,10 +26,12 @@ from bamboo_ds.engine.failover import Failover, Work
 from bamboo_ds.engine.gradients import Unit, units_of
 from bamboo_ds.engine.parameters import GroupOf, Places, groups_of, regroup
 from bamboo_ds.engine.unit_state import copy_to_host, put, take
-from bamboo_ds.errors import StateLostError
 from bamboo_ds.plan import Plan
 from bamboo_ds.plan.shipment import Shipping, Stock, ship
 from bamboo_ds.world import local_device
+
+if TYPE_CHECKING:
+    from bamboo_ds.engine.checkpointing import Restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,15 @@ class Reshaping(Failover):
                 self._reshape_wanted = False
         self._adopt_newest()
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this worker speaks for all."""
+        raise NotImplementedError  # the checkpointing part of the engine knows
+
+    def _restored(self, units: Mapping[str, Unit]) -> Restored:
+        """Read what the newest whole checkpoint has of these units."""
+        raise NotImplementedError  # the checkpointing part of the engine does
+
     # ---- a new epoch -------------------------------------------------------------------------------------------
 
     def _reshape(self, plan: Plan, work: Work | None) -> None:
@@ -120,11 +131,10 @@ class Reshaping(Failover):
         self.network = self._connect(plan)
         started = time.monotonic()
         shipping, common = self._take_stock(units)
-        if shipping.lost:
-            raise StateLostError(f"layers {', '.join(shipping.lost)} are held by nobody")
-        received = self._carry(shipping)
+        received = self._restore(units, shipping.lost) if shipping.lost else self._carry(shipping)
         travelled = time.monotonic()
-        self._catch_up(shipping, common)
+        if not shipping.lost:
+            self._catch_up(shipping, common)
         self._fill(units, received)
         self._take_place(plan)
         self._settle(units)
@@ -213,6 +223,25 @@ class Reshaping(Failover):
         if shipping.leader is not None and self._source.worker not in shipping.current:
             self._kept = {}
             common[shipping.leader].give_to(self)
+
+    def _restore(self, units: Mapping[str, Unit], lost: Sequence[str]) -> dict[str, Holding]:
+        """Go back to the newest checkpoint, all of us, as nobody has some layers any more; return what was read."""
+        step, restored = self.global_steps, self._restored(units)
+        self._kept = {}
+        restored.common.give_to(self)
+        if self._is_first:
+            self._source.tell(
+                "restored",
+                f"layers {', '.join(lost)} are held by nobody: all workers go on from checkpoint {restored.tag}, at "
+                f"step {restored.step} (worker {self._source.worker} was at {step})",
+                layers=list(lost),
+                tag=restored.tag,
+                step=restored.step,
+            )
+        return {
+            name: Holding(state=state, groups=_of_unit(restored.groups, name))
+            for name, state in restored.states.items()
+        }
 
     def _fill(self, units: Mapping[str, Unit], received: Mapping[str, Holding]) -> None:
         """Put layers where they belong, with what the optimizer knows of them."""

@@ -33,6 +33,8 @@ class Vote:
         overflow: whether a reduced gradient is not finite (fp16 only; else that is an error).
         forward_seconds: measured time of one forward of the own stage; likewise `backward_seconds`. 0 when not
             measured.
+        checkpoint_due: whether the voter wants a checkpoint of the weights after this step.
+        checkpoint_busy: whether it still writes the last one.
     """
 
     worker: int
@@ -45,6 +47,8 @@ class Vote:
     overflow: bool = False
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    checkpoint_due: bool = False
+    checkpoint_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class Decision:
         overflow: skip the optimizer step (fp16).
         stage_seconds: median (forward, backward) seconds by stage; empty until every stage has measured.
         reshape: whether another epoch would be better: all meet at a boundary before they train again.
+        checkpoint: whether all begin a checkpoint: a voter wants one, and none is busy with the last.
     """
 
     step: int
@@ -102,6 +107,7 @@ class Decision:
     overflow: bool
     stage_seconds: tuple[tuple[float, float], ...]
     reshape: bool = False
+    checkpoint: bool = False
 
 
 def settle(ballots: Iterable[Ballot]) -> Outcome:
@@ -140,6 +146,7 @@ def tally(votes: Iterable[Vote], *, loss_scale: float = 1.0) -> Decision:
         global_norm=_norm(ballots) / loss_scale,
         overflow=overflow,
         stage_seconds=_stage_seconds(ballots),
+        checkpoint=any(vote.checkpoint_due for vote in ballots) and not any(vote.checkpoint_busy for vote in ballots),
     )
 
 

@@ -166,7 +166,6 @@ class Replicas:
         self._least, self._most = workload.on_demand_stages, workload.num_stages
         self._nodes: dict[str, None] = {}
         self._pipelines: list[list[str]] = []
-        self._places: dict[str, tuple[int, int]] = {}
 
     @property
     def pace(self) -> Pace | None:
@@ -183,16 +182,16 @@ class Replicas:
 
     def change(self, gone: Collection[str], joined: Collection[str]) -> Reaction | None:
         """Make new pipelines of all nodes."""
-        places = [self._places[node] for node in gone if node in self._places]
-        begins, fatal = not self._pipelines, self._loses_a_layer(places)
+        lost = set(gone)
+        hit = [row for row in self._pipelines if not lost.isdisjoint(row)]
+        begins, fatal = not self._pipelines, self._loses_a_layer(lost, hit)
         _remove(self._nodes, gone)
         self._nodes.update(dict.fromkeys(joined))
         bounds = self._bounds()
-        if not places and [len(row) for row in self._pipelines] == [stop - start for start, stop in pairwise(bounds)]:
+        if not hit and [len(row) for row in self._pipelines] == [stop - start for start, stop in pairwise(bounds)]:
             return None
         nodes = list(self._nodes)
         self._pipelines = [nodes[start:stop] for start, stop in pairwise(bounds)]
-        self._places = {node: (row, at) for row, each in enumerate(self._pipelines) for at, node in enumerate(each)}
         if fatal or begins:
             return Reaction(self._constants.restart_seconds, Cause.RESTART, rolls_back=not begins)
         return Reaction(self._constants.oobleck_seconds, Cause.RECONFIGURATION)
@@ -203,15 +202,18 @@ class Replicas:
         used = min(len(self._nodes), count * self._most)
         return [index * used // count for index in range(count + 1)] if count else []
 
-    def _loses_a_layer(self, places: Collection[tuple[int, int]]) -> bool:
+    def _loses_a_layer(self, lost: set[str], hit: list[list[str]]) -> bool:
         """Return whether some piece of the model is lost in every pipeline at once."""
-        if not self._pipelines or len({row for row, _ in places}) < len(self._pipelines):
+        if not hit or len(hit) < len(self._pipelines):
             return False
-        lost: list[set[int]] = [set() for _ in self._pipelines]
-        for row, stage in places:
-            depth = len(self._pipelines[row])
-            lost[row].update(range(stage * _GRID // depth, (stage + 1) * _GRID // depth))
-        return bool(set.intersection(*lost))
+        missing = set(range(_GRID))
+        for row in hit:
+            pieces = set[int]()
+            for stage, node in enumerate(row):
+                if node in lost:
+                    pieces.update(range(stage * _GRID // len(row), (stage + 1) * _GRID // len(row)))
+            missing &= pieces
+        return bool(missing)
 
 
 def _remove(nodes: dict[str, None], gone: Iterable[str]) -> list[str]:

@@ -45,6 +45,7 @@ class StepTimes:
     _pipelines: dict[tuple[int, int, Owners], float] = field(default_factory=dict)
     _extras: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     _costs: dict[int, StageCosts] = field(default_factory=dict)
+    _ends: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def costs(self, num_stages: int) -> StageCosts:
         """Return the cost of a micro-batch on each of P stages."""
@@ -72,8 +73,11 @@ class StepTimes:
 
     def end_seconds(self, num_stages: int, num_pipelines: int) -> float:
         """Return what ends a step: the reduction of gradients and the commit."""
-        votes = self.constants.commit_seconds + self.constants.commit_seconds_per_pipeline * num_pipelines
-        return votes + self._reduce_seconds(num_stages, num_pipelines)
+        key = (num_stages, num_pipelines)
+        if key not in self._ends:
+            votes = self.constants.commit_seconds + self.constants.commit_seconds_per_pipeline * num_pipelines
+            self._ends[key] = votes + self._reduce_seconds(num_stages, num_pipelines)
+        return self._ends[key]
 
     def whole_seconds(self, num_stages: int, num_pipelines: int) -> float:
         """Return the step of a plan in which every stage has its own owner."""

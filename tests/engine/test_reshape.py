@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,21 @@ def test_two_lost_neighbours_cost_a_step_begun_anew(reshaped: ReshapedCluster, n
     assert {outcome.shape for outcome in results.values()} == {(4, 1)}
     assert_as(reference(reshaped, name), results, bound=bound(name, pipelines=2))
     assert_copies_equal(results)
+
+
+def test_a_job_that_has_lost_a_layer_goes_on_from_its_last_checkpoint(
+    reshaped: ReshapedCluster, tmp_path: Path
+) -> None:
+    settings = {"path": str(tmp_path / "checkpoints"), "interval_steps": 2}
+    saved = replace(job(PLAIN, steps=8), config={"bamboo": {"checkpoint": settings}})
+    faults = [kill(0, 1, before=8, step=5), kill(0, 2, before=8, step=5)]
+    results = reshaped.train(saved, (3, 1), faults, spare=2)
+    assert {outcome.shape for outcome in results.values()} == {(3, 1)}
+    assert_as(train_one_process(job(PLAIN, steps=8)), results, bound=0.0)
+    assert min(outcome.first for outcome in results.values() if outcome.first) in (2, 4)
+
+
+def test_a_job_whose_layers_are_gone_without_a_checkpoint_says_so(reshaped: ReshapedCluster) -> None:
+    faults = [kill(0, 1, before=8, step=2), kill(0, 2, before=8, step=2)]
+    with pytest.raises(AssertionError, match=r"StateLostError.*bamboo\.checkpoint\.path"):
+        reshaped.train(job(PLAIN), (3, 1), faults, spare=2)
