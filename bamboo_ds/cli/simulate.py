@@ -112,7 +112,10 @@ class SimulateOptions:
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="Write a PNG: nodes, throughput and time by cause.", rich_help_panel=OUTPUT),
+        typer.Option(
+            help="Write a PNG: nodes, throughput and time by cause; or the figures of the sweep.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None
     write_trace: Annotated[
         Path | None, typer.Option(help="Write the (first) trace as JSON lines.", rich_help_panel=OUTPUT)
@@ -129,13 +132,20 @@ def simulate(options: SimulateOptions) -> None:
     for warning in answer.warnings:
         typer.echo(f"bamboo-ds simulate: warning: {warning}", err=True)
     if options.plot is not None:
-        from bamboo_ds.cli.simulate_plot import draw
-
-        draw(asked.recorded(), options.plot, title=asked.title)
+        _draw(asked, answer, options.plot)
     found = {**report(answer), "wall_seconds": round(time.monotonic() - started, 3)}
     if not options.as_json:
         tables(answer)
     typer.echo(json.dumps(found))
+
+
+def _draw(asked: _Asked, answer: Answer, path: Path) -> None:
+    from bamboo_ds.cli.simulate_plot import draw, draw_sweep
+
+    if answer.cases[0].label:
+        draw_sweep(answer.cases, path, title=asked.title)
+    else:
+        draw(asked.recorded(), path, title=asked.title)
 
 
 class _Asked:

@@ -1,16 +1,17 @@
-"""The picture of `bamboo-ds simulate`: nodes over time, throughput over time, and where the time went."""
+"""The pictures of `bamboo-ds simulate`: a trace over time, and the figures of a sweep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bamboo_ds.cli.simulate_report import Case
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.simulator.comparison import Run
 from bamboo_ds.simulator.ledger import Cause
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_sweep"]
 
 BINS = 90
 """Of time, for throughput: enough to see every loss, few enough to tell the lines apart."""
@@ -45,13 +46,7 @@ def draw(runs: Mapping[str, Run], path: Path, *, title: str) -> None:
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'bamboo_ds[plot]'") from None
+    pyplot = _pyplot()
     figure, (nodes, throughput, causes) = pyplot.subplots(
         3, 1, figsize=(11, 10.5), height_ratios=[1, 1.6, 1.2], constrained_layout=True
     )
@@ -60,9 +55,54 @@ def draw(runs: Mapping[str, Run], path: Path, *, title: str) -> None:
     _draw_throughput(throughput, runs)
     _draw_causes(causes, runs)
     throughput.sharex(nodes)
+    _save(pyplot, figure, path)
+
+
+def draw_sweep(cases: Sequence[Case], path: Path, *, title: str) -> None:
+    """Draw throughput and value of each way to train against what is swept.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 5), constrained_layout=True)
+    figure.suptitle(title)
+    (name,) = cases[0].label
+    at = [case.label[name] for case in cases]
+    for axes, what, label in zip(
+        panels, ("throughput", "value"), ("samples per second", "samples per dollar"), strict=True
+    ):
+        for policy in cases[0].found:
+            values = [getattr(case.found[policy][0], what) for case in cases]
+            spread = [case.found[policy][1][what] for case in cases]
+            style = "--" if policy == "on_demand" else "-"
+            axes.errorbar(
+                at, values, spread, fmt=f"o{style}", color=POLICY_COLOURS[policy], label=policy, capsize=2, ms=4,
+                lw=2.0 if policy == "bamboo" else 1.1,
+            )  # fmt: skip
+        axes.set(xlabel=name, ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), ncols=len(cases[0].found), loc="outside lower center", frameon=False
+    )
+    _save(pyplot, figure, path)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'bamboo_ds[plot]'") from None
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=110)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
     finally:
         pyplot.close(figure)

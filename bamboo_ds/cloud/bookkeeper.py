@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from bamboo_ds.cloud import keys as fleet_keys
+from bamboo_ds.cloud.keys import OVER_KEYS
 from bamboo_ds.cloud.meter import Cost, Pace, counted
 from bamboo_ds.cloud.port import Holdings
 from bamboo_ds.cloud.prices import Machine, PriceBook
@@ -57,21 +59,35 @@ class Bookkeeper:
             StoreUnavailableError: the store does not answer.
         """
         self._holdings = holdings
-        entry = self._store.get(fleet_keys.COST)
-        before = None if entry is None else Cost.decode(entry.value)
+        before = self._before()
         cost = counted(before, self._machines(), prices=self._prices, now=self._wall(), pace=self._pace())
+        if before is not None and before.final and not self._over():
+            cost = replace(cost, final=False)  # the job has begun anew
+        return self._write(cost)
+
+    def close(self) -> str:
+        """Count for the last time; return the count for people if the job is over and nobody has told it yet."""
+        try:
+            cost = self.count(self._holdings)
+            if cost.final or not self._over():
+                return ""
+            self._write(replace(cost, final=True))
+        except StoreError:
+            return ""
+        return cost.text if cost.unpriced_seconds < cost.node_seconds else ""
+
+    def _before(self) -> Cost | None:
+        entry = self._store.get(fleet_keys.COST)
+        return None if entry is None else Cost.decode(entry.value)
+
+    def _write(self, cost: Cost) -> Cost:
         self._store.put(fleet_keys.COST, cost.encode(), fence=self._fence)
         if self._on_cost is not None:
             self._on_cost(cost)
         return cost
 
-    def close(self) -> str:
-        """Count for the last time and return the count for people; empty if there is none, or no price is known."""
-        try:
-            cost = self.count(self._holdings)
-        except StoreError:
-            return ""
-        return cost.text if cost.unpriced_seconds < cost.node_seconds else ""
+    def _over(self) -> bool:
+        return any(self._store.get(key) is not None for key in OVER_KEYS)
 
     def _machines(self) -> list[Machine]:
         """Return all that costs money: instances, and nodes that no cloud of ours knows."""

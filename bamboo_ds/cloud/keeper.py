@@ -35,7 +35,6 @@ from bamboo_ds.store import Fence, Put, Store
 __all__ = ["Keeper", "KeeperSettings", "Tell", "instance_names"]
 
 _QUIET_SECONDS = 600.0  # a trouble that goes on is told again after so long
-_OVER_KEYS = (keys.FINISHED, keys.failure("job"))
 
 
 class Tell(Protocol):
@@ -94,6 +93,8 @@ class Keeper:
         self.holdings: Holdings | None = None
         self._seen_at: dict[str, float] = {}
         """By instance, when it was first seen, or last seen with its agent in the job."""
+        self._came: set[str] = set()
+        """Instances whose agents have been in the job."""
         self._surplus_since: float | None = None
         self._told_at: dict[tuple[str, str], float] = {}
         self._silences, self._silent_until = 0, -math.inf
@@ -115,7 +116,7 @@ class Keeper:
             raise
 
     def _step(self) -> float:
-        if any(self._store.get(key) is not None for key in _OVER_KEYS):
+        if any(self._store.get(key) is not None for key in fleet_keys.OVER_KEYS):
             return self._finish()
         self._finished = False  # a new run has begun under the name of one that was over
         if (silent := self._silent_until - self._wall()) > 0:
@@ -200,6 +201,7 @@ class Keeper:
             self._seen_at.setdefault(instance.id, now)
             if instance.id in joined:
                 self._seen_at[instance.id] = now
+                self._came.add(instance.id)
 
     def _duds(self, holdings: Holdings, now: float) -> frozenset[str]:
         oldest = now - self._settings.rules.boot_seconds
@@ -268,7 +270,7 @@ class Keeper:
         try:
             joined, granted = self._joined(), self._provider.look().instances
             late = {instance.id for instance in granted} | self._read().unlisted.keys()
-            for instance in sorted(late - joined.keys()):
+            for instance in sorted(late - joined.keys() - self._came):
                 self._release(Release(instance, "the job is over, and its agent has not joined"))
             if not self._finished:
                 self._provider.finish()

@@ -15,7 +15,7 @@ The last is on the coordinator's desk (`elastic.keys`): it is to hear of it at o
 
 from __future__ import annotations
 
-from bamboo_ds.elastic.keys import DESK
+from bamboo_ds.elastic.keys import DESK, FINISHED, failure
 
 FLEET = "fleet/"
 KEEPER = f"{FLEET}keeper"
@@ -23,6 +23,9 @@ LEDGER = f"{FLEET}ledger"
 COST = f"{FLEET}cost"
 NODES = f"{FLEET}nodes/"
 LEAVING = f"{DESK}leaving/"
+
+OVER_KEYS = (FINISHED, failure("job"))
+"""Any of them says that the job is over."""
 
 
 def node(name: str) -> str:

@@ -39,6 +39,7 @@ class Cost:
         unpriced_seconds: of these, of nodes whose price nobody knows; they are in no sum.
         samples: trained on meanwhile.
         step: up to which they are counted.
+        final: whether the job is over and its cost has been told.
     """
 
     since: float
@@ -52,11 +53,12 @@ class Cost:
     unpriced_seconds: float = 0.0
     samples: int = 0
     step: int | None = None
+    final: bool = False
 
     @property
     def samples_per_dollar(self) -> float | None:
-        """How many samples a dollar has trained on; None while nothing was spent."""
-        return self.samples / self.spent if self.spent > 0 else None
+        """How many samples a dollar has trained on; None before the first."""
+        return self.samples / self.spent if self.spent > 0 and self.samples else None
 
     @property
     def text(self) -> str:

@@ -7,6 +7,7 @@ checkpoints then show the own stage only, as users and DeepSpeed expect.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -310,6 +311,10 @@ class BambooPipelineModule(PipelineModule):
             if isinstance(spec, TiedLayerSpec):
                 stages.setdefault(spec.key, set()).add(self.stage_owner(index))
         return {key: frozenset(users) for key, users in stages.items()}
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage of a layer by the present cut: while it moves, `num_stages` is still that of the last."""
+        return bisect_right(self.parts, layer_idx) - 1
 
     def tied_first_layers(self) -> dict[str, int]:
         """Return the global index of the first layer of each tie."""

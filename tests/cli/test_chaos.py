@@ -133,11 +133,11 @@ def event(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_it_counts_what_the_events_tell() -> None:
-    joined = [event("node_joined", about=f"n{worker}", node="n0", workers=[worker]) for worker in range(3)]
+    joined = [{**event("node_joined", workers=[worker]), "node": f"n{worker}"} for worker in range(3)]
     plans = ["start", "failover", "failover", "abort", "reconfigure", "restore"]
-    found = told([*joined, *(event("x", action=action) for action in plans)])
+    found = told([*joined, *(event("x", action=action) for action in plans), event("restored", tag="t")])
     assert found == {"failovers": 2, "reconfigurations": 2, "restores": 1, "aborts": 1, "restarts": 0}
-    again = event("node_joined", about="n1", node="n0", workers=[7])
+    again = {**event("node_joined", workers=[7]), "node": "n1"}
     assert told([*joined, again])["restarts"] == 1
 
 

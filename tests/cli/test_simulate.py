@@ -175,6 +175,10 @@ def test_the_picture_is_written(model: str, trace: str, tmp_path: Path) -> None:
     found(run("--trace", trace, "--model", model, "--plot", str(path), "--json"))
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
+    swept = tmp_path / "sweep.png"
+    arguments = ("--generate", "hours=1", "--seeds", "2", "--sweep", "rate=.1,.4", "--plot", str(swept), "--json")
+    found(run("--model", model, *arguments))
+    assert swept.read_bytes().startswith(b"\x89PNG")
     result = run("--trace", trace, "--model", model, "--plot", str(tmp_path / "no" / "folder.png"))
     assert result.exit_code == 2
     assert "--plot" in result.stderr

@@ -146,13 +146,29 @@ def test_who_a_node_is_stands_in_the_store_as_long_as_it_lives(place: Place) -> 
 def test_money_is_counted_and_told_in_the_end(place: Place) -> None:
     host = place.host("n0")
     attending = place.attend(host)
+    other, waiting = place.host("n1"), place.attend(place.host("n2"))
+    place.attend(other)
     wait_for(lambda: (cost := place_cost(place)) is not None and cost.spent > 0.1)
+    host.store.put(keys.FINISHED, b"done")
     attending.close()
     cost = place_cost(place)
     assert cost is not None
     assert cost.on_demand == pytest.approx(2 * cost.spent)
-    assert ("cost", cost.text) in host.told
-    assert host.said == [cost.text]
+    ((kind, text),) = host.told
+    assert kind == "cost"
+    assert re.fullmatch(r"[0-9.]+ node-hours have cost \$[0-9.]+; on demand they would have cost \$[0-9.]+", text)
+    assert host.said == [text]
+    waiting.close()
+    place.open.close()
+    assert other.said == []  # one says it for all
+
+
+def test_an_agent_that_leaves_before_the_end_says_nothing_of_money(place: Place) -> None:
+    host = place.host("n0")
+    attending = place.attend(host)
+    wait_for(lambda: (cost := place_cost(place)) is not None and cost.spent > 0.1)
+    attending.close()
+    assert host.said == []
 
 
 def test_a_provider_that_cannot_be_made_is_told_and_ends_nothing(place: Place) -> None:

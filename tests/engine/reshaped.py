@@ -114,6 +114,7 @@ class ReshapedCluster:
         redundancy: str = "eflb",
         zones: Sequence[str] = ("local",),
         act: Callable[[LocalCluster], None] = lambda cluster: None,
+        around: Callable[[Callable[[], Reshaped]], Callable[[], Reshaped]] = lambda program: program,
     ) -> dict[int, Reshaped]:
         """Train with one worker a node, and return what the survivors left, by worker id.
 
@@ -125,6 +126,7 @@ class ReshapedCluster:
             redundancy: mode.
             zones: of the nodes, in turn.
             act: is called while it runs.
+            around: makes the program of a worker of the usual one.
         """
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
@@ -132,7 +134,7 @@ class ReshapedCluster:
         job = replace(with_data(job), config={**job.config, "bamboo": block})
         first = shape[0] * shape[1]
         with LocalCluster(
-            training(job, shape[0], redundancy),
+            around(training(job, shape[0], redundancy)),
             nodes=first + spare,
             start_workers=first,
             job=f"reshaped-{self._runs}",

@@ -152,7 +152,7 @@ def restore(rank: int, job: Training, num_stages: int) -> tuple[int, bool, list[
     units = engine._held_units()
     restored = engine._restored(units)
     named = restored.groups.keys() == groups_of(engine.module, engine.optimizer).keys()
-    replace(restored.common, rounds=engine._committer.rounds).give_to(engine)
+    restored.common.give_to(engine)
     for name, unit in units.items():
         put(unit, engine.optimizer, restored.states[name])
     for step in range(restored.step, STEPS):

@@ -216,6 +216,16 @@ def test_workers_trade_places_with_each_other_and_with_standbys() -> None:
     assert [worker.id for worker in stuck[0]] == [9, 2, 4, 6]
 
 
+def test_the_workers_of_a_node_come_together_where_nothing_else_is_wrong() -> None:
+    """Of two stages every worker holds all layers, so nothing moves."""
+    node = {id_: Worker(id_, "n0" if id_ < 2 else "n1", "a" if id_ < 2 else "b") for id_ in range(4)}
+    keep = keep_of(Plan(((0, 2), (3, 1)), parts=CUTS[2]), Shape(2, 2), Bounds(2, model=MODEL))
+    apart = ((node[0], node[2]), (node[3], node[1]))
+    assert faults(apart) == (0, 0, 2)
+    after = traded(apart, workers=list(node.values()), moving=keep)
+    assert (faults(after), total_of(after, keep)) == ((0, 0, 0), 0)
+
+
 @settings(max_examples=80, deadline=None)
 @given(changes(), st.randoms(use_true_random=False))
 def test_trades_only_ever_help_however_workers_stand(

@@ -14,10 +14,11 @@ from bamboo_ds.cli.bench.leak import leak
 from bamboo_ds.cli.bench.overhead import overhead
 from bamboo_ds.cli.bench.parity import parity
 from bamboo_ds.cli.bench.pause import pause
+from bamboo_ds.cli.bench.reconfigure import reconfigure
 from bamboo_ds.cli.bench.store import store
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine what the project promises.")
-for command in (parity, overhead, leak, failover, pause, detect, store, checkpoint):
+for command in (parity, overhead, leak, failover, pause, detect, store, checkpoint, reconfigure):
     bench.command()(command)
 
 __all__ = ["bench"]

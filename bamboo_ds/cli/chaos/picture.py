@@ -101,7 +101,11 @@ def _draw_nodes(axes: Any, story: Story) -> None:
     axes.axhline(0, color="grey", linewidth=0.6)
     axes.set_ylim(-0.2 * story.capacity, 1.2 * story.capacity)
     axes.set_ylabel("nodes")
-    axes.legend(loc="lower right", ncols=3, fontsize="small")
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
 
 
 def _at_once(moments: Sequence[float], within: float = 0.25) -> list[tuple[float, int]]:
@@ -124,7 +128,7 @@ def _draw_shape(axes: Any, story: Story) -> None:
     axes.set_ylim(0, top + 0.7)
     axes.set_yticks(range(top + 1))
     axes.set_ylabel("plan")
-    axes.legend(loc="lower right", ncols=2, fontsize="small")
+    _legend(axes)
 
 
 def _draw_rate(axes: Any, story: Story) -> None:
@@ -137,13 +141,13 @@ def _draw_rate(axes: Any, story: Story) -> None:
     axes.axhline(story.undisturbed_rate, color=_CALM, linewidth=5, zorder=0, label="whole fleet, undisturbed")
     axes.fill_between(times, rates, step="mid", color="navy", alpha=0.25)
     axes.plot(times, rates, color="navy", linewidth=1.2, label="this run")
-    for number, (before, after) in enumerate(pairwise(steps)):
-        if after.step < before.step:
-            axes.axvline(after.at - zero, color="darkorange", linestyle="--", label="back to a checkpoint"
-                         if number == 0 else None)  # fmt: skip
+    back = [after.at - zero for before, after in pairwise(steps) if after.step < before.step]
+    for number, at in enumerate(back):
+        label = "back to a checkpoint" if number == 0 else None
+        axes.axvline(at, color="darkorange", linestyle="--", label=label)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("samples / s")
-    axes.legend(loc="lower right", ncols=3, fontsize="small")
+    _legend(axes)
 
 
 def _window(at: float, end: float) -> float:
@@ -160,4 +164,4 @@ def _draw_loss(axes: Any, story: Story) -> None:
     axes.plot(times, [step.loss for step in steps], color="navy", linewidth=1, label="this run")
     axes.set_ylabel(story.loss_name)
     axes.set_xlabel("seconds")
-    axes.legend(loc="upper right", fontsize="small")
+    _legend(axes)

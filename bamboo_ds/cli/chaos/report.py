@@ -20,7 +20,7 @@ __all__ = ["Timeline", "lost_and_repeated", "max_rel_diff", "read_events", "told
 
 _AT_ONCE_SECONDS = 0.25  # removals no further apart are one bulk
 _STALLED_STEPS = 5.0  # a step that takes longer than so many undisturbed ones
-_KINDS = {"failovers": "failover", "reconfigurations": "reconfigure", "restores": "restore", "aborts": "abort"}
+_EPOCHS = ("reconfigure", "restore")
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -42,16 +42,22 @@ def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Count what the coordinators have decided, and what came of it.
 
     - failovers: plans in which shadows took over.
-    - reconfigurations: epochs after the first; of those, restores took layers from a checkpoint.
+    - reconfigurations: epochs after the first.
+    - restores: of those, how many went on from a checkpoint, as the workers say: they know what they hold.
     - restarts: workers that were started beyond one for each node that joined.
     """
     actions = Counter(event["action"] for event in events if "action" in event)
+    kinds = Counter(event["kind"] for event in events)
     joined = [event for event in events if event["kind"] == "node_joined"]
     workers = {worker for event in joined for worker in event["workers"]}
-    nodes = {event["about"] if "about" in event else event["node"] for event in joined}
-    counts = {name: actions[action] for name, action in _KINDS.items()}
-    counts["reconfigurations"] += counts["restores"]
-    return {**counts, "restarts": len(workers) - len(nodes)}
+    nodes = {event["node"] for event in joined}
+    return {
+        "failovers": actions["failover"],
+        "reconfigurations": sum(actions[action] for action in _EPOCHS),
+        "restores": kinds["restored"],
+        "aborts": actions["abort"],
+        "restarts": len(workers) - len(nodes),
+    }
 
 
 def lost_and_repeated(census: Sequence[int], *, steps: int, batch: int) -> tuple[int, int]:

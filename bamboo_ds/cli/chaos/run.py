@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,5 +196,5 @@ def summary(run: Disturbed, undisturbed: Timeline, expected: Sequence[float], *,
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"chaos: {text}\n")
+    sys.stderr.write(f"chaos: {time.strftime('%H:%M:%S')} {text}\n")
     sys.stderr.flush()
