@@ -108,7 +108,7 @@ class Commits:
 
     def _change(self, plan: Plan, engine: int, *, stepped: bool, boundary: bool) -> PlanDecision | None:
         """Return the new epoch that there should be, if this round may say so. Only a script of one engine moves."""
-        if not (stepped or boundary) or self._engines - {engine} or self._view.settled < plan.epoch:
+        if not (stepped or boundary) or self._view.decisions.keys() - {engine} or self._view.settled < plan.epoch:
             return None
         decision = self._reshape()
         return decision if decision.plan is not None else None

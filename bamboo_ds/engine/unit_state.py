@@ -187,14 +187,14 @@ def _check_like(unit: Unit, optimizer: Any, description: Description) -> None:
 
 
 def _check_weights(unit: Unit, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    for key, expected in here.items():
+        if there.get(key, expected) != expected:
+            found = "{}{}".format(*there[key])
+            raise ConfigError(f"unit {unit.name}: {key} is {'{}{}'.format(*expected)}, the given state has {found}")
     if missing := sorted(here.keys() - there.keys()):
         raise ConfigError(f"unit {unit.name}: the given state lacks {', '.join(missing)}: it is of another model")
     if strange := sorted(there.keys() - here.keys()):
         raise ConfigError(f"unit {unit.name} has no {', '.join(strange)}: the given state is of another model")
-    for key, expected in here.items():
-        if there[key] != expected:
-            found = "{}{}".format(*there[key])
-            raise ConfigError(f"unit {unit.name}: {key} is {'{}{}'.format(*expected)}, the given state has {found}")
 
 
 def _check_stepped(unit: Unit, optimizer: Any, keys: list[str]) -> None:

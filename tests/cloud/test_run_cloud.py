@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bamboo_ds.cli.run import Launch, run, this_node
 from bamboo_ds.cli.run_cloud import Place, local_fleet, local_market, this_place
+from bamboo_ds.cli.run_options import RunOptions
 from bamboo_ds.cloud.identity import Identity
 from bamboo_ds.config.cloud import CloudConfig, Ec2Config, LocalMarketConfig
 from bamboo_ds.errors import ConfigError
@@ -84,3 +86,40 @@ def test_a_trace_is_the_markets_capacity(tmp_path: Path) -> None:
     counts = [(market.supply.capacity("a", at), market.supply.capacity("b", at)) for at in (0.0, 5.9, 6.0, 12.0)]
     assert counts == [(1, 1), (1, 1), (2, 1), (1, 1)]
     assert local_market(CloudConfig(), zones=("a",)).supply.total(0.0) > 10_000
+
+
+def options(tmp_path: Path, **given: object) -> RunOptions:
+    script = tmp_path / "train.py"
+    script.touch()
+    return RunOptions(script=str(script), **given)  # type: ignore[arg-type]
+
+
+def test_a_cloud_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--cloud .*missing\.json: no such file"):
+        options(tmp_path, cloud=tmp_path / "missing.json", etcd="h:1").check()
+
+
+def test_a_cloud_file_needs_a_cluster_of_several_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "cloud.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="goes with --etcd"):
+        run(options(tmp_path, cloud=path))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    with pytest.raises(ConfigError, match=r"--cloud .* do not go together"):
+        options(tmp_path, cloud=path, hostfile=hosts).check()
+
+
+def test_the_agents_settings_follow_the_cloud_unless_flags_say_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    identity = Identity("ec2", "i-0123", "eu-west-1b", "g5.xlarge", spot=False)
+    monkeypatch.setattr("bamboo_ds.cli.run.this_place", lambda: Place(identity, None))
+    launch = Launch.of(options(tmp_path, etcd="h:1", workers_per_node=1))
+    assert launch.etcd is not None
+    settings = this_node(launch, launch.etcd)
+    assert (settings.node, settings.zone, settings.spot) == ("i-0123", "eu-west-1b", False)
+    flags = Launch.of(options(tmp_path, etcd="h:1", workers_per_node=1, node="mine", zone="here"))
+    settings = this_node(flags, launch.etcd)
+    assert (settings.node, settings.zone, settings.companions) == ("mine", "here", ())

@@ -30,7 +30,7 @@ def test_every_key_is_read() -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ({"shufle": True}, 'bamboo.data.shufle: unknown key; did you mean "shuffle"? Known keys: shuffle, drop_last,'),
+        ({"shuffles": True}, 'bamboo.data.shuffles: unknown key; did you mean "shuffle"? Known keys: shuffle, drop'),
         ({"shuffle": 1}, "bamboo.data.shuffle = 1: must be a JSON boolean"),
         ({"drop_last": "yes"}, 'bamboo.data.drop_last = "yes": must be a JSON boolean'),
         ({"num_workers": -1}, "bamboo.data.num_workers = -1: must be greater than or equal to 0"),

@@ -153,6 +153,11 @@ class Job:
     def fail(self) -> None:
         self.store.put(keys.failure("job"), b'{"worker": 3, "kind": "ValueError", "message": "no"}')
 
+    def meet(self, commit: int, *pipelines: int) -> None:
+        """Let pipelines say that they are about to train."""
+        for pipeline in pipelines:
+            self.store.put(keys.vote(0, commit, self.plan.number, pipeline), encode(Ballot((), boundary=True)))
+
     def vote(
         self, commit: int, *pipelines: int, engine: int = 0, number: tuple[int, int] | None = None, loss: float = 1.0
     ) -> None:

@@ -363,6 +363,101 @@ def test_a_failure_that_was_written_before_its_node_forgot_the_worker_ends_the_j
 # ---- after an abort --------------------------------------------------------------------------------------------------
 
 
+def test_a_loss_before_the_first_decision_of_an_epoch_aborts_it_as_shadows_may_lack_layers() -> None:
+    job, chair = eight(settled=False)
+    job.end(2)
+    assert chair.run() == ["abort", "reconfigure"]
+    assert job.plan.number == (1, 0)
+    assert 2 not in job.plan.workers
+    job.end(3)
+    assert chair.run()[:2] == ["abort", "reconfigure"]
+    assert job.plan.number == (2, 0)
+
+
+def test_the_first_decision_settles_an_epoch() -> None:
+    job, chair = eight(settled=False)
+    job.vote(0, 0, 1)
+    chair.run()
+    assert chair.view.settled == 0
+    job.end(2)
+    assert chair.run() == ["failover"]
+
+
+def test_a_node_that_joins_is_waited_for_at_a_boundary_and_gets_its_place_there() -> None:
+    job, chair = eight()
+    job.vote(0, 0, 1)
+    job.end(2)
+    chair.run()
+    job.vote(1, 0, 1)
+    chair.run()
+    outcome = job.outcome(1)
+    assert outcome is not None
+    assert outcome.decision is not None
+    assert not outcome.decision.reshape, "seven workers are as fast merged as four that are whole"
+    job.join("n8", 8)
+    chair.run()
+    job.vote(2, 0, 1)
+    chair.run()
+    outcome = job.outcome(2)
+    assert outcome is not None
+    assert outcome.decision is not None
+    assert outcome.decision.reshape
+    assert job.plan.number == (0, 1), "whoever joins knows nothing of what scripts do after a step"
+    job.meet(3, 0)
+    assert chair.run() == []
+    job.meet(3, 1)
+    assert chair.run() == ["decision", "reconfigure"]
+    assert (job.plan.number, job.plan.workers) == ((1, 0), (0, 1, 3, 4, 5, 6, 7, 8))
+    assert job.outcome(3) is not None
+    plan, decision = job.store.get(keys.PLAN), job.store.get(keys.decision(0, 3))
+    assert plan is not None
+    assert decision is not None
+    assert plan.revision == decision.revision, "nobody sees one without the other"
+
+
+def test_a_boundary_that_is_not_needed_any_more_changes_nothing() -> None:
+    job, chair = eight()
+    job.vote(0, 0, 1)
+    job.end(2)
+    job.join("n8", 8)
+    chair.run()
+    job.vote(1, 0, 1)
+    chair.run()
+    job.lapse("n8")
+    chair.run()
+    job.meet(2, 0, 1)
+    assert chair.run() == ["decision"]
+    assert job.plan.number == (0, 1)
+
+
+def test_no_pipeline_gets_a_place_without_work() -> None:
+    job, chair = eight(spec=replace(SPEC, pipelines=None))
+    job.store.put(keys.settings(0), encode(JobSettings(0, micro_batches=2)))
+    job.join("n8", *range(8, 12))
+    job.vote(0, 0, 1)
+    chair.run()
+    outcome = job.outcome(0)
+    assert outcome is not None
+    assert outcome.decision is not None
+    assert not outcome.decision.reshape, "M = 2 is work for two pipelines"
+
+
+def test_a_script_with_two_engines_keeps_its_shape() -> None:
+    job, chair = eight()
+    job.vote(0, 0, 1, engine=1)
+    job.vote(0, 0, 1)
+    job.end(2)
+    job.join("n8", 8)
+    chair.run()
+    job.vote(1, 0, 1, engine=1)
+    job.vote(1, 0, 1)
+    chair.run()
+    outcome = job.outcome(1)
+    assert outcome is not None
+    assert outcome.decision is not None
+    assert not outcome.decision.reshape
+
+
 def test_an_aborted_plan_is_followed_by_a_new_epoch_of_the_survivors() -> None:
     job, chair = eight()
     job.end(2, 4)
