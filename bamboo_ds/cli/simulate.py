@@ -247,10 +247,10 @@ class _Asked:
         return self._trace
 
     def _kept(self, workload: Workload) -> bool:
-        """Return whether placement is kept: the policy's takes long for many nodes, or many traces."""
+        """Return whether placement is kept: the policy's takes seconds for a trace with zones and many losses."""
         if self._options.placement != "auto":
             return self._options.placement == "kept"
-        return Comparison(workload, constants=self._constants).kept or self._options.seeds > 10
+        return Comparison(workload, constants=self._constants).kept or self._options.seeds > 1
 
     def _comparison(self, workload: Workload) -> Comparison:
         return Comparison(workload, constants=self._constants, redundancy=self._redundancy, kept=self._kept(workload))

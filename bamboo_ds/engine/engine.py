@@ -7,12 +7,14 @@ learning rates, monitors, printing) and Bamboo runs what crosses a process bound
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
+from deepspeed.utils import logger
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER, STEP_GLOBAL_TIMER, STEP_MICRO_TIMER
 from torch.utils.data import DataLoader
 
@@ -32,9 +34,10 @@ from bamboo_ds.engine.precision import LocalGradients, MixedPrecisionOptimizer, 
 from bamboo_ds.engine.sampler import Position, Share
 from bamboo_ds.engine.state import Statistics, StepState
 from bamboo_ds.engine.swap import ActivationSwap
-from bamboo_ds.errors import ConfigError, EngineStoppedError
+from bamboo_ds.errors import ConfigError, EngineStoppedError, PeerLostError
 from bamboo_ds.module import BambooPipelineModule, untouched_randomness
 from bamboo_ds.plan import Decision, Plan, PlanSource, Vote
+from bamboo_ds.plan.standby import BEFORE_ALL
 from bamboo_ds.schedule import (
     BambooInferenceSchedule,
     BambooTrainSchedule,
@@ -118,6 +121,7 @@ class BambooPipelineEngine(Checkpointing):
         self._training_micro_batches = micro_batches
         self._settled, self._reshape_wanted, self._kept = False, False, {}
         self._missing = set() if self.network is not None else set(self._held_units())
+        self._came_late = self.plan.epoch == BEFORE_ALL
         self._state = StepState(step=0)
 
     def _take_place(self, plan: Plan) -> None:
@@ -308,13 +312,30 @@ class BambooPipelineEngine(Checkpointing):
         with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness():
             self._adopt_newest()
             self._meet_at_boundary()
-            return super().train_batch(data_iter)
+            with self._ends_with_the_others():
+                return super().train_batch(data_iter)
+
+    @contextlib.contextmanager
+    def _ends_with_the_others(self) -> Iterator[None]:
+        """End a script that counts its own steps, and has come later than the others, when all of these have ended."""
+        try:
+            yield
+        except PeerLostError:
+            others = tuple(worker for worker in self.plan.workers if worker != self._source.worker)
+            if not self._came_late or self._source.left(others) != others:
+                raise
+            logger.warning(
+                f"worker {self._source.worker} ends at step {self.global_steps}: the scripts of all others have ended. "
+                "Let a script train `while engine.global_steps < steps`, then it ends with them"
+            )
+            raise SystemExit(0) from None
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         self._begin_step()
         self._run_to_the_end(pipe_schedule)
 
     def _begin_step(self) -> None:
+        self._draw_from_now_on()  # a stage may have been taken over in an evaluation, which has data of its own
         self._replicas.begin_step()
         self._reducer.begin_step()
         self._attempt = 0
@@ -468,6 +489,7 @@ class BambooPipelineEngine(Checkpointing):
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = f"{type(error).__name__}: {error}"
+        self._set_training_data(None)
         self._close_network()
 
     def fail(self, error: BaseException) -> None:
@@ -480,6 +502,8 @@ class BambooPipelineEngine(Checkpointing):
         """End links and groups; the engine cannot train afterwards. Called at exit if not before."""
         if not self._stopped:
             self._stopped = "it was closed"
+            self._finish_checkpoints()
+            self._set_training_data(None)
             self._close_network()
 
     def destroy(self) -> None:

@@ -55,6 +55,10 @@ class PlanSource(Protocol):
         """Let people know of something that happened. Takes a second at most, and never raises."""
         ...
 
+    def left(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return which of these workers' scripts have ended in order."""
+        ...
+
     def report(self, suspect: int, detail: str, *, plan: Plan) -> None:
         """Say that this worker's link to another one, made under `plan`, broke. Never waits, never raises."""
         ...
@@ -95,6 +99,10 @@ class StaticPlanSource:
 
     def tell(self, kind: str, text: str, **fields: Any) -> None:
         """Do nothing: there is no log of events."""
+
+    def left(self, workers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return nobody: it is not known here."""
+        return ()
 
     def report(self, suspect: int, detail: str, *, plan: Plan) -> None:
         """Do nothing: there is nobody to judge it."""

@@ -51,6 +51,7 @@ def drive(folder: Path, *, steps: int | None, stuck_seconds: float = 30.0, **pro
             trace,
             speedup=10.0,
             journal=Journal(folder),
+            ready=(folder / "steps.jsonl").exists,
             steps=steps,
             stuck_seconds=stuck_seconds,
             tell=said.append,

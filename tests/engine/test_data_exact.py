@@ -139,7 +139,6 @@ def children() -> int:
     return len(descendants(os.getpid(), running()))
 
 
-@pytest.mark.xfail(reason="engine.close() does not end them yet")
 def test_worker_processes_end_with_their_loader_and_their_engine(workers: Run) -> None:
     """Of three stages, the first and the last draw."""
 
@@ -241,7 +240,6 @@ def held_out(engine: Any, *, dies: bool) -> Iterator[Any]:
         yield stacked([sample(1000 + 2 * number), sample(1001 + 2 * number)])
 
 
-@pytest.mark.xfail(reason="the next step does not open the data yet")
 def test_a_loss_in_an_evaluation_leaves_the_training_data_where_it_was(cluster: Cluster) -> None:
     expected = cluster.train(SHUFFLED, (3, 1), target=evaluating(dies=False))
     assert_undisturbed(cluster.train(SHUFFLED, (3, 1), [NEVER], target=evaluating(dies=True)), expected)

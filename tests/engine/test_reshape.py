@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.disturbed import kill
-from tests.engine.reshaped import ReshapedCluster, assert_as, assert_copies_equal, undisturbed
+from tests.engine.reshaped import Reshaped, ReshapedCluster, assert_as, assert_copies_equal, undisturbed, with_data
 from tests.engine.test_failover import JOBS
-from tests.engine.training import Outcome, Training, train_one_process
+from tests.engine.training import Outcome, Training, build_engine, train_one_process
 
 PLAIN = "dropout, clipping and Adam"
 
@@ -93,3 +93,21 @@ def test_a_job_whose_layers_are_gone_without_a_checkpoint_says_so(reshaped: Resh
     faults = [kill(0, 1, before=8, step=2), kill(0, 2, before=8, step=2)]
     with pytest.raises(AssertionError, match=r"StateLostError.*bamboo\.checkpoint\.path"):
         reshaped.train(job(PLAIN), (3, 1), faults, spare=2)
+
+
+def test_a_script_that_counts_its_own_steps_ends_with_the_others(reshaped: ReshapedCluster) -> None:
+    faults = {"bamboo": {"fault_injection": [kill(0, 1, before=7, step=2)]}}
+    counting = replace(job(PLAIN), config=faults)
+
+    def program() -> Reshaped:
+        engine = build_engine(with_data(counting), 3)
+        outcome = Reshaped(first=engine.global_steps)
+        for _ in range(counting.steps):
+            loss = float(engine.train_batch())
+            outcome.losses[engine.global_steps - 1] = loss
+        engine.close()
+        return outcome
+
+    results = reshaped.train(counting, (3, 1), spare=1, around=lambda _: program)
+    assert len(results) == 2, "one was lost, and the one that joined has no more steps to count"
+    assert all(list(outcome.losses) == list(range(counting.steps)) for outcome in results.values())

@@ -41,7 +41,7 @@ from bamboo_ds.schedule.windows import worker_orders
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 STAGES, MICRO_BATCHES = 4, 8
-FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 WARM_STEPS, AFTER_STEPS = 6, 4
 FAULT_STEP = WARM_STEPS
 MODES, KINDS = ("fit", "eflb", "lflb"), ("forward", "backward")

@@ -1,10 +1,11 @@
 """Follows a trace with the nodes of a local cluster: adds and kills them when the market does, so many times faster.
 
-The clock of the trace starts when the job has trained its first step, with the nodes that are there at its beginning.
+The clock of the trace starts when the job is ready to be disturbed, with the nodes that are there at its beginning.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -70,6 +71,7 @@ class Drive:
         trace: to follow.
         speedup: seconds of the trace in a second.
         journal: of the workers.
+        ready: whether the job can survive everything: its first checkpoint is there.
         steps: to train; None to end soon after the trace has.
         stuck_seconds: without a step, although a node is there, after which the run is given up.
         tell: says what goes on.
@@ -77,6 +79,7 @@ class Drive:
     Attributes:
         lines: of all workers, as they came.
         deeds: in order.
+        began: `time.time()` when the clock of the trace started; infinity before.
         hung: whether it was given up.
     """
 
@@ -87,22 +90,23 @@ class Drive:
         *,
         speedup: float,
         journal: Journal,
+        ready: Callable[[], bool],
         steps: int | None,
         stuck_seconds: float,
         tell: Callable[[str], None],
     ) -> None:
         first = begins_with(trace)
-        self._cluster, self._journal, self._tell = cluster, journal, tell
+        self._cluster, self._journal, self._ready, self._tell = cluster, journal, ready, tell
         self._speedup, self._steps, self._stuck_seconds = speedup, steps, stuck_seconds
         self._names = {event.node: name for event, name in zip(first, cluster.names, strict=True)}
         self._due = deque(event for event in trace.events if event not in first)
         self._first = first[0].seconds
-        self._began: float | None = None
+        self._zero: float | None = None
         self._looked, self._progress = 0.0, time.monotonic()
         self._trained = 0
         self.lines: list[StepLine] = []
         self.deeds = [Deed(time.time(), Change.ADD, name, len(first)) for name in cluster.names]
-        self.hung = False
+        self.began, self.hung = math.inf, False
         if steps is not None:
             journal.end_after(steps)
 
@@ -114,8 +118,8 @@ class Drive:
             self._look(now)
         if self.over:
             return False
-        if self._began is not None:
-            self._play(self._first + (now - self._began) * self._speedup)
+        if self._zero is not None:
+            self._play(self._first + (now - self._zero) * self._speedup)
         return bool(self._due)
 
     @property
@@ -128,7 +132,8 @@ class Drive:
         if lines := self._journal.read():
             self.lines += lines
             self._trained = max(self._trained, *(line.step + 1 for line in lines))
-            self._began = self._began or now
+        if self._zero is None and self.lines and self._ready():
+            self._zero, self.began = now, time.time()
         if lines or not self._cluster.live:
             self._progress = now
         elif now > self._progress + self._stuck_seconds and not self.over:

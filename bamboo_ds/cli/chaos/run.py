@@ -19,7 +19,7 @@ from bamboo_ds.cli.bench.reference import train_one_process
 from bamboo_ds.cli.bench.report import rounded
 from bamboo_ds.cli.chaos.drive import Drive, begins_with
 from bamboo_ds.cli.chaos.job import BATCH, ChaosJob
-from bamboo_ds.cli.chaos.journal import Journal
+from bamboo_ds.cli.chaos.journal import Journal, StepLine
 from bamboo_ds.cli.chaos.picture import Story, draw
 from bamboo_ds.cli.chaos.report import Timeline, lost_and_repeated, max_rel_diff, read_events, told
 from bamboo_ds.cli.chaos.worker import encoded, train
@@ -48,13 +48,15 @@ class Disturbed:
     Attributes:
         ended: whether the job has said that it is done.
         hung: whether it was given up.
-        timeline: of its steps, and of what was done to it.
+        lines: of all its steps, by all workers.
+        timeline: of its steps from the beginning of the trace on, and of what was done to it.
         census: how often each sample is in the final weights, as each worker that knows it says.
         events: of its agents.
     """
 
     ended: bool
     hung: bool
+    lines: list[StepLine]
     timeline: Timeline
     census: tuple[list[int], ...]
     events: list[dict[str, Any]]
@@ -76,7 +78,9 @@ class Chaos:
         """Make the runs and return the report."""
         undisturbed = self._undisturbed()
         disturbed = self._disturbed()
-        steps = max((line.step + 1 for line in disturbed.timeline.steps), default=0)
+        if len(disturbed.timeline.steps) < 2:
+            raise BambooError(f"the job trained no two steps once it was disturbed; its logs: {self._folder}")
+        steps = max(line.step + 1 for line in disturbed.lines)
         _say(f"3 of 3: {steps} steps in one process")
         expected = train_one_process(self._job(self._folder).reference(steps=steps)).losses
         report = summary(disturbed, undisturbed, expected, nodes=self._options.nodes)
@@ -123,6 +127,7 @@ class Chaos:
                 self._trace,
                 speedup=options.speedup,
                 journal=journal,
+                ready=functools.partial(_has_checkpoint, folder),
                 steps=options.steps,
                 stuck_seconds=options.stuck,
                 tell=_say,
@@ -130,8 +135,8 @@ class Chaos:
             code = cluster.wait(meanwhile=drive.go_on)
             census = tuple(one for one in cluster.results().values() if one is not None)
         lines = [*drive.lines, *journal.read()]
-        events = read_events(folder / "logs")
-        return Disturbed(code == 0, drive.hung, Timeline.of(lines, drive.deeds), census, events)
+        timeline = Timeline.of([line for line in lines if line.at >= drive.began], drive.deeds)
+        return Disturbed(code == 0, drive.hung, lines, timeline, census, read_events(folder / "logs"))
 
     def _cluster(self, folder: Path, *, nodes: int, zones: tuple[str, ...]) -> LocalCluster:
         job = self._job(folder)
@@ -172,7 +177,7 @@ def summary(run: Disturbed, undisturbed: Timeline, expected: Sequence[float], *,
     share = timeline.mean_live() / nodes
     counted = [lost_and_repeated(census, steps=steps, batch=BATCH) for census in run.census]
     lost, repeated = map(max, zip(*counted, strict=True)) if counted else (None, None)
-    counts, difference = told(run.events), max_rel_diff(timeline.steps, expected)
+    counts, difference = told(run.events), max_rel_diff(run.lines, expected)
     report = {
         "steps": steps,
         **counts,
@@ -193,6 +198,10 @@ def summary(run: Disturbed, undisturbed: Timeline, expected: Sequence[float], *,
     }
     exact = (counts["restarts"], lost, repeated) == (0, 0, 0) and difference <= MOST_DIFFERENCE
     return {"ok": run.ended and exact, **report}
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return (folder / "checkpoints" / "latest").exists()
 
 
 def _say(text: str) -> None:
