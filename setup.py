@@ -30,6 +30,7 @@ setup(
         "psutil>=6",
         "pydantic>=2.7,<3",
         "rich>=13",
+        "safetensors>=0.5",
         # where workers are placed so that the fewest bytes move
         "scipy>=1.11,<2",
         "typer>=0.12",

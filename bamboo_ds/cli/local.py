@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import pickle
 import signal
@@ -43,6 +42,7 @@ from bamboo_ds.elastic.preemption import How, break_node
 from bamboo_ds.elastic.processes import NodeProcesses, node_processes, send
 from bamboo_ds.elastic.spawner import Program, Script
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.plan.keeping import warm_up as load_solver
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 __all__ = ["LocalCluster"]
@@ -391,7 +391,7 @@ def _import_heavy(*, warm: bool) -> None:
     from bamboo_ds.store.etcd_protobuf import etcd_messages
 
     etcd_messages()
-    importlib.import_module("scipy.optimize")
+    load_solver()
     if warm:
         from bamboo_ds.cli.bench.workers import warm_up  # its package, the benches, imports this module
 

@@ -7,7 +7,6 @@ store tells it. The pauses between are short only so as to notice a broken lease
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import threading
@@ -18,6 +17,7 @@ from bamboo_ds.elastic.coordinator import Coordinator, CoordinatorSettings
 from bamboo_ds.elastic.hearing import Hearing
 from bamboo_ds.elastic.view import View
 from bamboo_ds.errors import BambooError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
+from bamboo_ds.plan.keeping import warm_up
 from bamboo_ds.plan.plan import NOBODY
 from bamboo_ds.store import ABSENT, Fence, Lease, Put, Store, Unchanged
 
@@ -71,7 +71,7 @@ class Leadership:
 
     def run(self) -> None:
         """Stand for election and lead, again and again, until `stop` is called or the store is closed."""
-        importlib.import_module("scipy.optimize")  # takes up to a second, for which the first new epoch would wait
+        warm_up()
         while not self._stopped.is_set():
             try:
                 self._stand(self._lease())

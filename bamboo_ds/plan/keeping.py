@@ -70,7 +70,7 @@ def _turned(grid: Grid, *, turns: int) -> Iterator[Grid]:
 
 def _assigned(matrix: Any) -> list[tuple[int, int]]:
     """Return pairs (row, column) of least total cost: each column gets a row, if there are enough."""
-    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+    from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(matrix)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
