@@ -36,7 +36,7 @@ from bamboo_ds.cli.local_node import POLL_SECONDS, LocalNode, await_agents, kill
 from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.elastic import forking
 from bamboo_ds.elastic.agent import FAILED, FINISHED
-from bamboo_ds.elastic.agent_settings import AgentSettings
+from bamboo_ds.elastic.agent_settings import AgentSettings, Companion
 from bamboo_ds.elastic.namespaces import Network
 from bamboo_ds.elastic.preemption import How, break_node
 from bamboo_ds.elastic.processes import NodeProcesses, node_processes, send
@@ -72,6 +72,7 @@ class LocalCluster:
         environment: more variables for the workers.
         namespaces: give each node its own network namespace (needs root) instead of a loopback address.
         warm: import torch and DeepSpeed before the nodes are forked.
+        companions: run beside each agent.
 
     Raises:
         ConfigError: an argument cannot be right, or this machine cannot do it.
@@ -96,6 +97,7 @@ class LocalCluster:
         environment: Mapping[str, str] | None = None,
         namespaces: bool = False,
         warm: bool = True,
+        companions: Sequence[Companion] = (),
     ) -> None:
         if nodes < 1:
             raise ConfigError(f"local nodes = {nodes}: a cluster has at least 1")
@@ -114,6 +116,7 @@ class LocalCluster:
             "echo": echo,
             "alone": False,
             "environment": {**_few_threads(nodes * workers), **(environment or {})},
+            "companions": tuple(companions),
         }
         self._begin_with = nodes
         self._nodes: dict[str, LocalNode] = {}

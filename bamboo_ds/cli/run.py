@@ -25,9 +25,11 @@ from bamboo_ds.cli.hostfile import LOCAL_HOST, Host, Hosts, read_hostfile, selec
 from bamboo_ds.cli.leash import on_leash
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.cli.options import host_name
+from bamboo_ds.cli.run_cloud import LocalFleet, local_fleet, this_place
 from bamboo_ds.cli.run_options import RunOptions
 from bamboo_ds.cli.ssh import run_over_ssh
 from bamboo_ds.config import BambooConfig, EtcdConfig, bamboo_block, load_deepspeed_config
+from bamboo_ds.config.cloud import CloudConfig, load_cloud_config
 from bamboo_ds.config.source import CONFIG_VARIABLE
 from bamboo_ds.elastic.agent import Agent, AgentSettings
 from bamboo_ds.elastic.spawner import Script
@@ -50,6 +52,7 @@ class Launch:
     logs: Path
     script: Script
     environment: dict[str, str]
+    cloud: CloudConfig | None = None
 
     @classmethod
     def of(cls, options: RunOptions) -> Launch:
@@ -67,7 +70,8 @@ class Launch:
         logs = options.logs or options.enable_each_rank_log or endpoint.default_logs(job)
         script = Script((str(options.script), *options.script_arguments), as_module=options.module)
         environment = {CONFIG_VARIABLE: str(options.config.resolve())} if options.config else {}
-        return cls(options, job, etcd, logs, script, environment)
+        cloud = None if options.cloud is None else load_cloud_config(options.cloud)
+        return cls(options, job, etcd, logs, script, environment, cloud)
 
 
 def run(options: RunOptions) -> int:
@@ -102,16 +106,20 @@ def this_node(launch: Launch, etcd: EtcdConfig) -> AgentSettings:
     """
     options = launch.options
     name, host = _this_host(options)
+    place = this_place()
+    companion = place.companion(launch.cloud, job=launch.job, workers=len(host.slots))
+    if options.hostfile is None:
+        name = place.identity.instance or name
     endpoint.remember(launch.logs, etcd, job=launch.job)
     return AgentSettings(
         etcd=etcd,
         job=launch.job,
         node=options.node or name,
-        zone=options.zone or host.zone or DEFAULT_ZONE,
+        zone=options.zone or host.zone or place.identity.zone or DEFAULT_ZONE,
         program=launch.script,
         workers=len(host.slots),
         address=options.address or "",
-        spot=not options.on_demand,
+        spot=not options.on_demand and place.identity.spot is not False,
         ttl_seconds=options.ttl if options.ttl is not None else 10.0,
         start_workers=_start_workers(options, len(host.slots)),
         patience_seconds=options.patience,
@@ -120,6 +128,7 @@ def this_node(launch: Launch, etcd: EtcdConfig) -> AgentSettings:
         alone=not options.leash,
         metrics_port=options.metrics_port,
         environment={**launch.environment, **_devices(options, host)},
+        companions=() if companion is None else (companion,),
     )
 
 
@@ -133,6 +142,7 @@ def _run_alone(launch: Launch) -> int:
         "--on-demand": options.on_demand or None,
         "--nodes": options.nodes,
         "--no_ssh": options.no_ssh or None,
+        "--cloud": options.cloud,
         "--num_nodes": options.num_nodes if options.num_nodes != 1 else None,
     }
     for flag, value in cluster_flags.items():
@@ -159,8 +169,31 @@ def _run_local_nodes(launch: Launch, nodes: int) -> int:
 def _run_cluster(
     launch: Launch, *, nodes: int, workers: int, zones: tuple[str, ...], environment: dict[str, str]
 ) -> int:
+    with local_fleet(launch.cloud, job=launch.job, workers=workers, zones=zones) as fleet:
+        cluster = _local_cluster(
+            launch, nodes=nodes, workers=workers, zones=zones, environment=environment, fleet=fleet
+        )
+        with cluster:
+            endpoint.remember(launch.logs, cluster.etcd, job=launch.job)
+            first = {name: zones[index % len(zones)] for index, name in enumerate(cluster.names)}
+            try:
+                return cluster.wait(meanwhile=fleet.meanwhile(cluster, zones=first))
+            finally:
+                if launch.etcd is None:
+                    endpoint.forget(launch.logs)
+
+
+def _local_cluster(
+    launch: Launch,
+    *,
+    nodes: int,
+    workers: int,
+    zones: tuple[str, ...],
+    environment: dict[str, str],
+    fleet: LocalFleet,
+) -> LocalCluster:
     options = launch.options
-    cluster = LocalCluster(
+    return LocalCluster(
         launch.script,
         nodes=nodes,
         zones=zones,
@@ -175,14 +208,8 @@ def _run_cluster(
         metrics_port=options.metrics_port,
         environment=environment,
         namespaces=options.namespaces,
+        companions=fleet.companions,
     )
-    with cluster:
-        endpoint.remember(launch.logs, cluster.etcd, job=launch.job)
-        try:
-            return cluster.wait()
-        finally:
-            if launch.etcd is None:
-                endpoint.forget(launch.logs)
 
 
 def _hosts(options: RunOptions) -> Hosts:

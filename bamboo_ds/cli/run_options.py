@@ -58,6 +58,13 @@ class RunOptions(StoreOptions):
             show_default=False,
         ),
     ] = None
+    cloud: Annotated[
+        Path | None,
+        typer.Option(
+            help="The fleet's settings: who is asked for nodes, what they cost, who warns (docs/ec2.md).",
+            show_default=False,
+        ),
+    ] = None
     workers_per_node: Annotated[
         int | None,
         typer.Option(help="Workers of this node (default: its accelerators, 1 on CPU).", show_default=False),
@@ -210,6 +217,8 @@ class RunOptions(StoreOptions):
             raise ConfigError(f"SCRIPT {self.script}: no such file; a module needs -m before its name")
         if self.config is not None and not self.config.is_file():
             raise ConfigError(f"--config {self.config}: no such file")
+        if self.cloud is not None and not self.cloud.is_file():
+            raise ConfigError(f"--cloud {self.cloud}: no such file")
 
     def _check_numbers(self) -> None:
         for name in ("workers_per_node", "nodes", "start_workers", "local_nodes"):
@@ -253,7 +262,7 @@ class RunOptions(StoreOptions):
         several = {**own, "--nodes": self.nodes, "--num_nodes": self.num_nodes, "--hostfile": self.hostfile}
         self._excludes("--local-nodes", self.local_nodes, {**several, **slots})
         if not self.no_ssh:
-            self._excludes("--hostfile", self.hostfile, {**own, "--nodes": self.nodes})
+            self._excludes("--hostfile", self.hostfile, {**own, "--nodes": self.nodes, "--cloud": self.cloud})
 
     def _excludes(self, flag: str, value: object, others: Mapping[str, object]) -> None:
         for other, second in others.items():

@@ -143,7 +143,7 @@ def _draw(asked: _Asked, answer: Answer, path: Path) -> None:
     from bamboo_ds.cli.simulate_plot import draw, draw_sweep
 
     if answer.cases[0].label:
-        draw_sweep(answer.cases, path, title=asked.title)
+        draw_sweep(answer.cases, path, title=f"{asked.title.partition(', on ')[0]}: means and deviations")
     else:
         draw(asked.recorded(), path, title=asked.title)
 

@@ -20,8 +20,12 @@ The JSON document has the fields of `bamboo_ds.elastic.report.Report` (absent th
                          "taken_over": false, "merged": false}, ...], ...]},   by pipeline and stage
      "progress": {"step": 7, "loss": 1.5, "samples_per_second": 90.1, "step_seconds": 0.7,
                   "vote_seconds": 0.002, "age_seconds": 0.4},
-     "events": [{"time": 1767225599.0, "node": "n1", "kind": "node_lost", "text": "...", "fields": {}}]}
+     "events": [{"time": 1767225599.0, "node": "n1", "kind": "node_lost", "text": "...", "fields": {}}],
                                                                 oldest first
+     "fleet": {"keeper": "n0",                                  whose agent asks the cloud for nodes, or null
+               "warned": {"n3": "EC2 will terminate ..."},      nodes that will be taken away, and why
+               "cost": {"nodes": 8, "per_hour": 7.3, "spent": 1.2, "on_demand": 4.1,      dollars
+                        "samples_per_dollar": 900.0, ...}}}     fields of `bamboo_ds.cloud.meter.Cost`, or null
 
 `owner` is null for a stage that is lost. With `--watch --json` there is one such document per line and change.
 """
@@ -41,14 +45,17 @@ from rich.live import Live
 from bamboo_ds.cli.endpoint import Endpoint, find
 from bamboo_ds.cli.options import StoreOptions
 from bamboo_ds.cli.status_tables import picture
+from bamboo_ds.cloud.fleet_report import FleetReport, fleet_report
 from bamboo_ds.elastic.mirror import Mirror
 from bamboo_ds.elastic.report import Report, report
 from bamboo_ds.errors import ConfigError, StoreError, StoreUnavailableError
+from bamboo_ds.store import Store
 
 __all__ = ["StatusOptions", "as_json", "status"]
 
 _LEAST_SECONDS = 0.5  # between two pictures
 _IDLE_SECONDS = 1.0  # ages grow also when nothing changes
+_NO_FLEET = FleetReport()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +79,19 @@ def status(options: StatusOptions) -> int:
         with endpoint.open() as store, Mirror(store) as mirror:
             _refuse_unknown(endpoint, mirror)
             if options.watch:
-                _follow(options, endpoint, mirror)
+                _follow(options, endpoint, mirror, store)
             else:
-                _print(options, endpoint, _look(options, endpoint, mirror))
+                _print(options, endpoint, _look(options, endpoint, mirror), fleet_report(store))
     except StoreUnavailableError as error:
         raise StoreUnavailableError(f"{endpoint} cannot be reached: {error}") from None
     return 0
 
 
-def as_json(found: Report, endpoint: Endpoint) -> str:
+def as_json(found: Report, endpoint: Endpoint, *, fleet: FleetReport = _NO_FLEET) -> str:
     """Return the JSON document of a report."""
     fields = asdict(found)
-    return json.dumps({"job": fields.pop("job"), "time": fields.pop("time"), "etcd": endpoint.etcd.endpoints, **fields})
+    head = {"job": fields.pop("job"), "time": fields.pop("time"), "etcd": endpoint.etcd.endpoints}
+    return json.dumps({**head, **fields, "fleet": fleet.as_json()})
 
 
 def _refuse_unknown(endpoint: Endpoint, mirror: Mirror) -> None:
@@ -95,25 +103,26 @@ def _look(options: StatusOptions, endpoint: Endpoint, mirror: Mirror) -> Report:
     return report(mirror.entries, job=endpoint.job, now=time.time(), last_events=options.events)
 
 
-def _print(options: StatusOptions, endpoint: Endpoint, found: Report) -> None:
+def _print(options: StatusOptions, endpoint: Endpoint, found: Report, fleet: FleetReport) -> None:
     if options.json_:
-        typer.echo(as_json(found, endpoint))
+        typer.echo(as_json(found, endpoint, fleet=fleet))
     else:
-        Console(highlight=False).print(picture(found))
+        Console(highlight=False).print(picture(found, fleet=fleet))
 
 
-def _follow(options: StatusOptions, endpoint: Endpoint, mirror: Mirror) -> None:
+def _follow(options: StatusOptions, endpoint: Endpoint, mirror: Mirror, store: Store) -> None:
     """Show the job again and again, until it is over or the user has seen enough."""
     try:
         if options.json_:
             for found, trouble in _pictures(options, endpoint, mirror):
                 if not trouble:
-                    typer.echo(as_json(found, endpoint))
+                    typer.echo(as_json(found, endpoint, fleet=fleet_report(store)))
             return
         console = Console(highlight=False)
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             for found, trouble in _pictures(options, endpoint, mirror):
-                live.update(picture(found, trouble=trouble), refresh=True)
+                fleet = FleetReport() if trouble else fleet_report(store)
+                live.update(picture(found, trouble=trouble, fleet=fleet), refresh=True)
     except KeyboardInterrupt:
         return
 

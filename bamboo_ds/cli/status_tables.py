@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bamboo_ds.cloud.fleet_report import FleetReport
+from bamboo_ds.cloud.meter import Cost
 from bamboo_ds.elastic.events import ClusterEvent
 from bamboo_ds.elastic.report import Cell, NodeReport, PlanReport, Report, WorkerReport
 
@@ -36,20 +38,26 @@ _EVENT_STYLES = {
     "preempt": "yellow",
     "plan": "green",
     "finished": "bold green",
+    "notice": "yellow",
+    "fleet_trouble": "yellow",
 }
+_NO_FLEET = FleetReport()
 
 
-def picture(report: Report, *, trouble: str = "") -> RenderableType:
+def picture(report: Report, *, trouble: str = "", fleet: FleetReport = _NO_FLEET) -> RenderableType:
     """Return the whole picture.
 
     Args:
         report: of the job.
         trouble: why the store cannot be heard, if it cannot: what is shown is old.
+        fleet: of the job.
     """
     parts: list[RenderableType] = [_head(report)]
+    if fleet.cost is not None and fleet.cost.per_hour > 0:
+        parts.append(_money(fleet.cost))
     if trouble:
         parts.append(Text(f"etcd cannot be reached, this is old: {trouble}", style="bold red"))
-    parts.append(_nodes(report))
+    parts.append(_nodes(report, fleet))
     if report.plan is not None:
         parts += [_grid(report.plan), Text(_LEGEND, style="dim"), *_cause(report.plan)]
     if report.events:
@@ -85,7 +93,16 @@ def _figures(report: Report) -> Iterable[tuple[str, str]]:
         yield "last commit", f"{_duration(progress.age_seconds)} ago"
 
 
-def _nodes(report: Report) -> Table:
+def _money(cost: Cost) -> Text:
+    line = Text.assemble(("now ", "dim"), f"${cost.per_hour:.2f}/h", ("   spent ", "dim"), f"${cost.spent:.2f}")
+    if cost.on_demand is not None:
+        line.append("   on demand ", "dim").append(f"${cost.on_demand:.2f}")
+    if cost.samples_per_dollar is not None:
+        line.append("   samples/$ ", "dim").append(f"{cost.samples_per_dollar:,.0f}")
+    return line
+
+
+def _nodes(report: Report, fleet: FleetReport) -> Table:
     table = _table("node", "zone", "address", "workers", "joined", "")
     workers = {worker.id: worker for worker in report.workers}
     for node in report.nodes:
@@ -95,7 +112,7 @@ def _nodes(report: Report) -> Table:
             node.address,
             _list_workers([workers[worker] for worker in node.workers]),
             "?" if node.joined_seconds is None else f"{_duration(node.joined_seconds)} ago",
-            _remarks(node, report),
+            _remarks(node, report, fleet),
         )
     gone = [worker for worker in report.workers if not any(worker.id in node.workers for node in report.nodes)]
     for name in sorted({worker.node for worker in gone}):
@@ -104,10 +121,14 @@ def _nodes(report: Report) -> Table:
     return table
 
 
-def _remarks(node: NodeReport, report: Report) -> str:
+def _remarks(node: NodeReport, report: Report, fleet: FleetReport) -> str:
     remarks = ["alive"]
+    if node.name in fleet.warned:
+        remarks.append("warned")
     if node.name == report.coordinator:
         remarks.append("coordinator")
+    if node.name == fleet.keeper:
+        remarks.append("keeps the fleet")
     if not node.spot:
         remarks.append("on demand")
     return ", ".join(remarks)

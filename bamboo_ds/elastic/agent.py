@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bamboo_ds.clock import Clock, SystemClock
 from bamboo_ds.elastic import keys, preemption
-from bamboo_ds.elastic.agent_settings import AgentSettings
+from bamboo_ds.elastic.agent_settings import AgentPort, AgentSettings
 from bamboo_ds.elastic.inbox import Inbox
 from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.elastic.node_workers import NodeWorkers, worker_environment
@@ -142,6 +142,21 @@ class Agent:
         for index, worker in enumerate(ids):
             self._workers.start(worker, self._environment(worker, index))
         presence.begin(given_up=self._given_up)
+        for companion in self._settings.companions:
+            closing.callback(companion(self._port(presence)).close)
+
+    def _port(self, presence: Presence) -> AgentPort:
+        """Return what companions may use of this agent."""
+        return AgentPort(
+            store=presence.store,
+            node=self._settings.node,
+            zone=self._settings.zone,
+            lease=presence.registration.lease,
+            tell=presence.events.tell,
+            say=self._say,
+            leave=self._call_soon(self._leave),
+            registry=None if self._feed is None else self._feed.metrics.registry,
+        )
 
     def _given_up(self) -> bool:
         if not self._told_wait:

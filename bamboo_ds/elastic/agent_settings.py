@@ -3,17 +3,66 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.elastic.spawner import Program
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.store import Lease, Store
 
-__all__ = ["AgentSettings"]
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+__all__ = ["AgentPort", "AgentSettings", "Closable", "Companion", "Tell"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Tell(Protocol):
+    """Takes an event of the job."""
+
+    def __call__(self, kind: str, text: str, **fields: object) -> object:
+        """Write it."""
+        ...
+
+
+class Closable(Protocol):
+    """Something that ends."""
+
+    def close(self) -> None:
+        """End it, within seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPort:
+    """What a companion of an agent may use of it, from threads of its own.
+
+    Attributes:
+        store: of the job.
+        node: name of the node, which has joined; likewise `zone`.
+        lease: returns the lease that the node lives under now; after an outage it is another one.
+        tell: takes an event of the job.
+        say: writes to the agent's terminal.
+        leave: takes the node out of the job, for the reason given.
+        registry: of the agent's metrics; None if it serves none.
+    """
+
+    store: Store
+    node: str
+    zone: str
+    lease: Callable[[], Lease]
+    tell: Tell
+    say: Callable[[str], None]
+    leave: Callable[[str], None]
+    registry: CollectorRegistry | None
+
+
+Companion = Callable[[AgentPort], Closable]
+"""Something that runs beside an agent from when its node has joined until it leaves: what attends to its cloud."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +89,7 @@ class AgentSettings:
         pid_file: takes the process ids of spawner and workers, one a line, each the leader of a session: for whoever
             must sweep behind a killed agent.
         environment: more variables for the workers.
+        companions: run beside the agent.
 
     Raises:
         ConfigError: a value cannot be right.
@@ -63,6 +113,7 @@ class AgentSettings:
     metrics_port: int | None = None
     pid_file: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    companions: tuple[Companion, ...] = ()
 
     def __post_init__(self) -> None:
         for what, name in (("job", self.job), ("node", self.node)):

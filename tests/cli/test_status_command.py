@@ -152,6 +152,7 @@ def test_the_json_document_has_what_its_docstring_says() -> None:
             "plan",
             "progress",
             "events",
+            "fleet",
         ]
     )
     assert found["etcd"] == ["h:1"]

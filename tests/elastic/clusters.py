@@ -132,7 +132,7 @@ def await_plan(cluster: LocalCluster, *, version: int = 0, within_seconds: float
 
     def found() -> Plan | None:
         plan = Look.at(cluster).plan()
-        return plan if plan is not None and plan.version >= version else None
+        return plan if plan is not None and plan.number >= (0, version) else None
 
     plan = eventually(found, within_seconds=within_seconds, what=f"plan version {version}")
     assert isinstance(plan, Plan)
