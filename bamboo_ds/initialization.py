@@ -164,8 +164,9 @@ def _network(
     instance: int,
     alarm: Callable[[], None],
     plan: Plan,
+    row: bytes | None = None,
 ) -> Network:
-    """Make the links and groups of a plan in which the module has taken its place."""
+    """Make the links and groups of a plan in which the module has taken its place, and hang out a row for all."""
     return Network(
         source,
         plan=plan,
@@ -176,6 +177,7 @@ def _network(
         timeout_seconds=block.timeout_seconds,
         alarm=alarm,
         address=world.address,
+        row=row,
     )
 
 
@@ -183,7 +185,7 @@ def _first_place(
     model: BambooPipelineModule,
     source: PlanSource,
     block: BambooConfig,
-    connect: Callable[[Plan], Network],
+    connect: Callable[..., Network],
     model_parameters: Any,
     optimizer: Any,
 ) -> tuple[Network | None, list[Any], Places]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bamboo_ds.cli.local_cloud import LocalCloud, Nodes
-from bamboo_ds.cloud.attendant import Attendant, Cloud, Host
+from bamboo_ds.cloud.attendant import Attendant, Cloud
 from bamboo_ds.cloud.cost_metrics import CostMetrics
 from bamboo_ds.cloud.ec2_client import Clients, check_boto3
 from bamboo_ds.cloud.ec2_fleet import Ec2Fleet
@@ -26,13 +26,12 @@ from bamboo_ds.cloud.port import Provider
 from bamboo_ds.cloud.pretend import Manners, PretendMarket, Supply, steady_supply
 from bamboo_ds.cloud.prices import PriceBook
 from bamboo_ds.config.cloud import CloudConfig
+from bamboo_ds.elastic.agent_settings import AgentPort, Companion
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.simulator.trace import Change, Trace
 from bamboo_ds.simulator.trace_files import read_trace
 
 __all__ = ["LocalFleet", "Place", "local_fleet", "local_market", "this_place"]
-
-Companion = Callable[[Host], Attendant]
 
 _NO_LIMIT = 1_000_000
 _LOCAL = "local"
@@ -166,7 +165,7 @@ def _companion(cloud: Cloud, *, job: str, notice_file: str | None = None) -> Com
     return functools.partial(_attend, cloud, job, notice_file)
 
 
-def _attend(cloud: Cloud, job: str, notice_file: str | None, host: Host) -> Attendant:
+def _attend(cloud: Cloud, job: str, notice_file: str | None, host: AgentPort) -> Attendant:
     if notice_file is not None:
         file = FileNotices(Path(notice_file.replace("{node}", host.node)))
         cloud = replace(cloud, sources=[*cloud.sources, file])

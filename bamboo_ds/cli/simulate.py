@@ -9,16 +9,17 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from bamboo_ds.cli.simulate_options import MARKET_KEYS, SimulateOptions
 from bamboo_ds.cli.simulate_report import Answer, Case, report, tables
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.schedule.windows import MODES, Redundancy
-from bamboo_ds.simulator.comparison import DEFAULT_POLICIES, POLICIES, Comparison, Run
+from bamboo_ds.simulator.comparison import POLICIES, Comparison, Run
 from bamboo_ds.simulator.constants import Constants
 from bamboo_ds.simulator.many import Scenario, mean_figures, run_seeds
 from bamboo_ds.simulator.market import Market, generate
@@ -29,99 +30,8 @@ from bamboo_ds.simulator.workload import Workload, read_workload
 
 __all__ = ["SimulateOptions", "simulate"]
 
-NODES, TRAINING, OUTPUT = "Nodes", "Training", "Output"
 _PLACEMENTS = ("auto", "policy", "kept")
 _SHAPES = ("stages", "pipelines")
-_MARKET = tuple(field.name for field in fields(Market))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """What is asked for."""
-
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="A trace: event CSV, polled counts or JSON lines.", rich_help_panel=NODES, show_default=False
-        ),
-    ] = None
-    generate: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Draw traces instead: key=value,... of {', '.join(_MARKET)}.",
-            rich_help_panel=NODES,
-            show_default=False,
-        ),
-    ] = None
-    seeds: Annotated[int, typer.Option(help="How many traces to draw; figures are means.", rich_help_panel=NODES)] = 1
-    zones: Annotated[
-        int,
-        typer.Option(
-            help="Give the nodes of a trace without zones so many: nodes that go at once get one zone.",
-            rich_help_panel=NODES,
-        ),
-    ] = 1
-    scale: Annotated[float, typer.Option(help="Times as many nodes as the trace.", rich_help_panel=NODES)] = 1.0
-    cut: Annotated[
-        str | None, typer.Option(help="A part of the trace, in hours: 2-8.", rich_help_panel=NODES, show_default=False)
-    ] = None
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(MODELS)}, or a JSON file as `bamboo-ds profile` writes.", rich_help_panel=TRAINING
-        ),
-    ] = "bert-large"
-    stages: Annotated[
-        int | None, typer.Option(help="P.  [default: the model's]", rich_help_panel=TRAINING, show_default=False)
-    ] = None
-    pipelines: Annotated[
-        int | None,
-        typer.Option(
-            help="D; the batch grows with it.  [default: the model's, or what the drawn nodes make]",
-            rich_help_panel=TRAINING,
-            show_default=False,
-        ),
-    ] = None
-    policies: Annotated[
-        str,
-        typer.Option(help=f"Ways to train to compare, of {', '.join(POLICIES)}.", rich_help_panel=TRAINING),
-    ] = ",".join(DEFAULT_POLICIES)
-    redundancy: Annotated[
-        str, typer.Option(help=f"Of the policy bamboo: {', '.join(MODES)}.", rich_help_panel=TRAINING)
-    ] = "fit"
-    constants: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="NAME=VALUE of a constant of the simulation; may be repeated.", rich_help_panel=TRAINING
-        ),
-    ] = None
-    placement: Annotated[
-        str,
-        typer.Option(
-            help="policy: the real one; kept: workers stay where they are, for large clusters; auto.",
-            rich_help_panel=TRAINING,
-        ),
-    ] = "auto"
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="NAME=V1,V2,...: several values of stages, pipelines, or of a key of --generate.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a PNG: nodes, throughput and time by cause; or the figures of the sweep.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-    write_trace: Annotated[
-        Path | None, typer.Option(help="Write the (first) trace as JSON lines.", rich_help_panel=OUTPUT)
-    ] = None
-    processes: Annotated[int | None, typer.Option(help="For many traces.  [default: cores]", show_default=False)] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.", rich_help_panel=OUTPUT)] = False
 
 
 def simulate(options: SimulateOptions) -> None:
@@ -129,11 +39,12 @@ def simulate(options: SimulateOptions) -> None:
     started = time.monotonic()
     asked = _Asked(options)
     answer = asked.answer()
+    wall_seconds = round(time.monotonic() - started, 3)
     for warning in answer.warnings:
         typer.echo(f"bamboo-ds simulate: warning: {warning}", err=True)
     if options.plot is not None:
         _draw(asked, answer, options.plot)
-    found = {**report(answer), "wall_seconds": round(time.monotonic() - started, 3)}
+    found = {**report(answer), "wall_seconds": wall_seconds}
     if not options.as_json:
         tables(answer)
     typer.echo(json.dumps(found))
@@ -142,8 +53,9 @@ def simulate(options: SimulateOptions) -> None:
 def _draw(asked: _Asked, answer: Answer, path: Path) -> None:
     from bamboo_ds.cli.simulate_plot import draw, draw_sweep
 
-    if answer.cases[0].label:
-        draw_sweep(answer.cases, path, title=f"{asked.title.partition(', on ')[0]}: means and deviations")
+    first = answer.cases[0]
+    if first.label:
+        draw_sweep(answer.cases, path, title=f"{first.workload.name}, by {', '.join(first.label)}: means, deviations")
     else:
         draw(asked.recorded(), path, title=asked.title)
 
@@ -161,7 +73,7 @@ class _Asked:
         self._redundancy = _choice("--redundancy", options.redundancy, MODES)
         self._constants = Constants().with_values(_numbers("--set", options.constants or []))
         self._market = _numbers("--generate", options.generate.split(",") if options.generate else [])
-        _refuse_unknown("--generate", self._market, _MARKET)
+        _refuse_unknown("--generate", self._market, MARKET_KEYS)
         self._trace = None if options.trace is None else self._read(options.trace)
         _choice("--placement", options.placement, _PLACEMENTS)
 
@@ -199,7 +111,7 @@ class _Asked:
         name, values = _swept(self._options.sweep)
         if name is None:
             return [({}, self._workload({}), self._market_of({}, self._workload({})))]
-        allowed = _SHAPES if self._trace is not None else (*_SHAPES, *_MARKET)
+        allowed = _SHAPES if self._trace is not None else (*_SHAPES, *MARKET_KEYS)
         _refuse_unknown("--sweep", {name: 0.0}, allowed)
         labels = [{name: value} for value in values]
         return [(label, (workload := self._workload(label)), self._market_of(label, workload)) for label in labels]
@@ -219,7 +131,7 @@ class _Asked:
         if self._trace is not None:
             return None
         values: dict[str, Any] = {"nodes": workload.most_workers, **self._market}
-        values.update({name: value for name, value in label.items() if name in _MARKET})
+        values.update({name: value for name, value in label.items() if name in MARKET_KEYS})
         for name in ("nodes", "zones"):
             if name in values:
                 values[name] = int(values[name])

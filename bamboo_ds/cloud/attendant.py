@@ -12,23 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from bamboo_ds.cloud import keys as fleet_keys
 from bamboo_ds.cloud.bookkeeper import Bookkeeper
 from bamboo_ds.cloud.identity import Identity
-from bamboo_ds.cloud.keeper import Keeper, KeeperSettings, Tell
+from bamboo_ds.cloud.keeper import Keeper, KeeperSettings
 from bamboo_ds.cloud.meter import Cost
 from bamboo_ds.cloud.notices import Notice, NoticeWatcher, Source
 from bamboo_ds.cloud.port import Provider
 from bamboo_ds.cloud.prices import PriceBook
+from bamboo_ds.elastic.agent_settings import AgentPort
 from bamboo_ds.errors import BambooError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
-from bamboo_ds.store import Fence, Lease, Store
+from bamboo_ds.store import Fence, Lease
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
-__all__ = ["Attendant", "Cloud", "Host"]
+__all__ = ["Attendant", "Cloud"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,47 +35,6 @@ _TROUBLE_SECONDS = 30.0
 _JOIN_SECONDS = 3.0
 _LAST_MOMENT_SECONDS = 5.0
 """So long before its deadline a node leaves by itself: then its loss is known at once, not after its lease."""
-
-
-class Host(Protocol):
-    """The agent, as this room sees it."""
-
-    @property
-    def store(self) -> Store:
-        """Of the job."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """Name of the node."""
-        ...
-
-    @property
-    def zone(self) -> str:
-        """Of the node."""
-        ...
-
-    @property
-    def registry(self) -> CollectorRegistry | None:
-        """Of the agent's metrics; None if it serves none."""
-        ...
-
-    @property
-    def tell(self) -> Tell:
-        """Takes an event of the job."""
-        ...
-
-    def lease(self) -> Lease:
-        """Return the lease that the node lives under now; after an outage it is another one."""
-        ...
-
-    def leave(self, reason: str) -> None:
-        """Take the node out of the job."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Tell whoever looks at the agent's terminal."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +68,7 @@ class Attendant:
         cloud: what it knows of its cloud.
     """
 
-    def __init__(self, host: Host, cloud: Cloud) -> None:
+    def __init__(self, host: AgentPort, cloud: Cloud) -> None:
         self._host, self._cloud = host, cloud
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._notice: Notice | None = None

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from bamboo_ds.cloud import keys as fleet_keys
 from bamboo_ds.cloud.fleet import FleetFacts, FleetRules, Release, fleet
@@ -25,6 +24,7 @@ from bamboo_ds.cloud.ledger import Ledger
 from bamboo_ds.cloud.port import ANY_ZONE, Grant, Holdings, Order, Provider
 from bamboo_ds.cloud.trouble import CloudError, Trouble
 from bamboo_ds.elastic import keys
+from bamboo_ds.elastic.agent_settings import Tell
 from bamboo_ds.errors import StoreError
 from bamboo_ds.plan.cluster import Node
 from bamboo_ds.plan.codec import decode
@@ -32,17 +32,9 @@ from bamboo_ds.plan.job import JobSpec
 from bamboo_ds.plan.plan import Plan
 from bamboo_ds.store import Fence, Put, Store
 
-__all__ = ["Keeper", "KeeperSettings", "Tell", "instance_names"]
+__all__ = ["Keeper", "KeeperSettings", "instance_names"]
 
 _QUIET_SECONDS = 600.0  # a trouble that goes on is told again after so long
-
-
-class Tell(Protocol):
-    """Takes an event of the job."""
-
-    def __call__(self, kind: str, text: str, **fields: object) -> object:
-        """Write it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

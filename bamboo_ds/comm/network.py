@@ -64,6 +64,7 @@ class Network:
         timeout_seconds: the one time-out of every wait.
         alarm: called while waiting; raises when another worker has failed.
         address: at which other nodes reach this worker; empty for gloo's own choice.
+        row: hung out for all workers of the plan before anything else; see `posted`.
 
     Attributes:
         plan: the one that these links belong to.
@@ -84,6 +85,7 @@ class Network:
         timeout_seconds: float,
         alarm: Callable[[], None] = lambda: None,
         address: str = "",
+        row: bytes | None = None,
     ) -> None:
         self.plan, self._source, self._alarm = plan, source, alarm
         self.pipeline_id = self.plan.place(source.worker).pipeline
@@ -103,6 +105,8 @@ class Network:
         self._factory = self._new_factory()
         self._unsubscribe = source.subscribe(self._wake)
         try:
+            if row is not None:
+                self._factory.store.set(f"rows/{source.worker}", row)
             self._connect()
         except BaseException:
             self.close()
@@ -144,6 +148,12 @@ class Network:
         groups = self._factory.seated({f"reduce-{name}": told for name, told in missing.items()})
         for (name, told), group in zip(missing.items(), groups, strict=True):
             self._reductions[name] = told, group
+
+    def posted(self) -> list[bytes]:
+        """Wait for the rows that all workers of the plan have hung out, and return them in the order of ids."""
+        names = [f"rows/{worker}" for worker in self.plan.workers]
+        self._factory.store.wait(names)
+        return [self._factory.store.get(name) for name in names]
 
     def carry(self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int]) -> dict[int, list[Parcel]]:
         """Send and receive state; see `Courier.carry`."""

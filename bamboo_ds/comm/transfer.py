@@ -1,12 +1,14 @@
 """Moves state between workers when a new epoch begins: in bulk, between many pairs at once.
 
 Each pair of workers has a group of its own and a thread at either end, so a worker sends to several and receives from
-several at the same time. A parcel is a header, which says what the receiver must make room for, and one run of bytes.
+several at the same time. A header says what the receiver must make room for. Large tensors travel as they lie, small
+ones of a parcel as one run of bytes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ import torch.distributed as torch_distributed
 from bamboo_ds.comm.groups import Group, GroupFactory, peer_errors
 from bamboo_ds.comm.waits import Waits
 
+_LARGE_BYTES = 1 << 18  # from this size on, a message of its own costs less than a copy
 _ALIGNMENT = 16  # of a tensor in the run of bytes: every dtype may be viewed there
 
 
@@ -38,7 +41,7 @@ class Parcel:
     @property
     def bytes(self) -> int:
         """Size of the tensors in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Courier:
@@ -83,8 +86,8 @@ class Courier:
             self._put(group, torch.tensor([len(header)], dtype=torch.int64))
             self._put(group, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             for parcel in parcels:
-                if parcel.bytes:
-                    self._put(group, _packed(parcel))
+                for tensor in (_packed(parcel), *_large(parcel).values()):
+                    self._put(group, tensor)
             self._take(group, torch.int64, 1)  # it has all arrived: the group may end
         finally:
             group.close()
@@ -105,8 +108,10 @@ class Courier:
 
     def _unpacked(self, group: Group, description: dict[str, Any]) -> Parcel:
         room, tensors = self._take(group, torch.uint8, description["size"]), {}
-        for name, dtype, shape, start, stop in description["tensors"]:
+        for name, dtype, shape, start, stop in description["small"]:
             tensors[name] = room[start:stop].view(getattr(torch, dtype)).reshape(shape)
+        for name, dtype, shape in description["large"]:
+            tensors[name] = self._take(group, getattr(torch, dtype), math.prod(shape)).reshape(shape)
         return Parcel(name=description["name"], values=description["values"], tensors=tensors)
 
     def _put(self, group: Group, tensor: torch.Tensor) -> None:
@@ -114,12 +119,14 @@ class Courier:
 
     def _take(self, group: Group, dtype: torch.dtype, count: int) -> torch.Tensor:
         room = torch.empty(count, dtype=dtype)
-        if count:
-            self._pass(group, room, root=1 - group.rank)
+        self._pass(group, room, root=1 - group.rank)
         return room
 
     def _pass(self, group: Group, tensor: torch.Tensor, *, root: int) -> None:
         """Pass a tensor from one end to the other: by a broadcast, as gloo lets nobody wait for a send in Python."""
+        if not tensor.numel():
+            return
+        tensor = tensor.reshape(-1).view(torch.uint8)
         options = torch_distributed.BroadcastOptions()
         options.rootRank, options.timeout = root, self._waits.timeout
         with peer_errors(group.name, group.members, self._waits):
@@ -145,22 +152,33 @@ def _run_all(tasks: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
+def _large(parcel: Parcel) -> dict[str, torch.Tensor]:
+    """Return the tensors that travel by themselves, as they lie in host memory."""
+    return {
+        name: tensor.detach().contiguous() for name, tensor in parcel.tensors.items() if tensor.nbytes >= _LARGE_BYTES
+    }
+
+
 def _layout(parcel: Parcel) -> tuple[list[tuple[str, torch.Tensor, int, int]], int]:
+    """Return where the small tensors lie in their run of bytes, and its size."""
     rows, end = [], 0
     for name, tensor in parcel.tensors.items():
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + tensor.numel() * tensor.element_size()
-        rows.append((name, tensor, start, end))
+        if tensor.nbytes < _LARGE_BYTES:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + tensor.nbytes
+            rows.append((name, tensor, start, end))
     return rows, end
 
 
 def _described(parcel: Parcel) -> dict[str, Any]:
     rows, size = _layout(parcel)
-    tensors = [
-        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start, stop)
-        for name, tensor, start, stop in rows
-    ]
-    return {"name": parcel.name, "values": dict(parcel.values), "tensors": tensors, "size": size}
+    small = [(name, *_form(tensor), start, stop) for name, tensor, start, stop in rows]
+    large = [(name, *_form(tensor)) for name, tensor in _large(parcel).items()]
+    return {"name": parcel.name, "values": dict(parcel.values), "small": small, "large": large, "size": size}
+
+
+def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def _packed(parcel: Parcel) -> torch.Tensor:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bamboo_ds.config.etcd import EtcdConfig
 from bamboo_ds.elastic.spawner import Program
@@ -24,8 +24,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Tell(Protocol):
     """Takes an event of the job."""
 
-    def __call__(self, kind: str, text: str, **fields: object) -> object:
-        """Write it."""
+    def __call__(self, kind: str, text: str, *, about: str = "", **fields: Any) -> object:
+        """Write it; it is about the agent's own node unless it says about which."""
         ...
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 from deepspeed.utils import logger
 
-from bamboo_ds.checkpoint import Begun, Part, Periodic, Report, periodic_tag
+from bamboo_ds.checkpoint import Begun, Part, Periodic, Report, SavedUnit, periodic_tag
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.engine.checkpoint_parts import CheckpointParts
 from bamboo_ds.engine.saved_units import on_host
@@ -26,6 +28,8 @@ class BackgroundCheckpoints(CheckpointParts):
 
     bamboo: BambooConfig
     _decision: Decision | None
+    _copies: Mapping[str, SavedUnit] = MappingProxyType({})
+    """Of the units that this worker wrote last."""
 
     @cached_property
     def _periodic(self) -> Periodic | None:
@@ -80,8 +84,10 @@ class BackgroundCheckpoints(CheckpointParts):
 
     def _copied_part(self, tag: str) -> Part:
         """Return what this worker writes, as copies that training does not change."""
-        saved = {name: on_host(one) for name, one in self._saved_units().items()}
-        return self._part(tag, saved, self._copied_stage_files())
+        # The last checkpoint has been written, so its copies are free to be overwritten.
+        old = self._copies
+        self._copies = {name: on_host(one, into=old.get(name)) for name, one in self._saved_units().items()}
+        return self._part(tag, self._copies, self._copied_stage_files())
 
     def _stamp(self) -> str:
         """Return what this commit shares with no other: the decision holds times that were measured."""

@@ -61,7 +61,7 @@ class BambooPipelineEngine(Checkpointing):
         source: where plans come from.
         committer: how workers agree.
         network: links and groups of the plan; None on a worker that waits for a place.
-        connect: makes those of a plan.
+        connect: makes those of a plan, and hangs out a row for all of its workers.
         failures: where workers say why they fail.
         places: where the redundant parameters are in the optimizer.
         training_data: as given to `initialize`.
@@ -83,7 +83,7 @@ class BambooPipelineEngine(Checkpointing):
         source: PlanSource,
         committer: Committer,
         network: Network | None,
-        connect: Callable[[Plan], Network],
+        connect: Callable[[Plan, bytes], Network],
         failures: Failures,
         places: Places,
         training_data: Any = None,

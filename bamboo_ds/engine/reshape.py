@@ -10,6 +10,7 @@ for which everybody still keeps what it had in the last that settled.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ class ReshapeReport:
 class Reshaping(Failover):
     """The part of the engine that begins a new epoch."""
 
-    _connect: Callable[[Plan], Network]
+    _connect: Callable[[Plan, bytes], Network]
     _places: Places
     _settled: bool
     """Whether this worker has been in an epoch that has settled."""
@@ -115,7 +116,7 @@ class Reshaping(Failover):
         stopped = time.monotonic()
         self._drop_step()
         self._keep_holdings()
-        self._close_network()
+        self._leave_network()
         self.plan = plan
         if plan.aborted or self._source.worker not in plan.workers:
             self._source.await_place(plan)
@@ -128,9 +129,9 @@ class Reshaping(Failover):
         self.module.move(plan, redundancy=self.bamboo.redundancy != "off", dtype=self._held_dtype())
         units = self._held_units()
         self._missing = set(units)
-        self.network = self._connect(plan)
+        self.network = self._connect(plan, self._stock_row(units))
         started = time.monotonic()
-        shipping, common = self._take_stock(units)
+        shipping, common = self._take_stock()
         received = self._restore(units, shipping.lost) if shipping.lost else self._carry(shipping)
         travelled = time.monotonic()
         if not shipping.lost:
@@ -163,6 +164,12 @@ class Reshaping(Failover):
         if network is not None:
             network.close()
 
+    def _leave_network(self) -> None:
+        """End links and groups in the background: the next ones need not wait for that."""
+        network, self.network = self.network, cast(Network, None)
+        if network is not None:
+            threading.Thread(target=network.close, name="bamboo-close", daemon=True).start()
+
     # ---- what is there -----------------------------------------------------------------------------------------
 
     def _keep_holdings(self) -> None:
@@ -185,12 +192,15 @@ class Reshaping(Failover):
             if self.module.own_stage in unit.stages and (not key or sources[key] == self.module.own_stage):
                 yield unit.name
 
-    def _take_stock(self, units: Mapping[str, Unit]) -> tuple[Shipping, dict[int, CommonState]]:
-        """Tell the others what this worker has and needs, hear them, and return what has to travel."""
+    def _stock_row(self, units: Mapping[str, Unit]) -> bytes:
+        """Tell the others what this worker has and needs."""
         mine = self._stock(units)
         common = asdict(CommonState.of(self)) if mine.step >= 0 else None
-        row = json.dumps({"stock": asdict(mine), "common": common}).encode()
-        rows = [json.loads(row) for row in self.network.world.gather_bytes(row)]
+        return json.dumps({"stock": asdict(mine), "common": common}).encode()
+
+    def _take_stock(self) -> tuple[Shipping, dict[int, CommonState]]:
+        """Hear what all workers have and need, and return what has to travel."""
+        rows = [json.loads(row) for row in self.network.posted()]
         shipping = ship([Stock(**row["stock"]) for row in rows])
         return shipping, {row["stock"]["worker"]: CommonState(**row["common"]) for row in rows if row["common"]}
 
@@ -250,7 +260,7 @@ class Reshaping(Failover):
         self._places = regroup(self.module, self.optimizer, groups)
         for name, unit in units.items():
             if found[name].module is not unit.module:
-                put(unit, self.optimizer, found[name].state)
+                put(unit, self.optimizer, found[name].state, given=name in received)
             self._missing.discard(name)
 
     def _settle(self, units: Mapping[str, Unit]) -> None:

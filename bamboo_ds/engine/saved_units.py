@@ -60,8 +60,13 @@ def _by_group(groups: Mapping[str, GroupOf]) -> tuple[SavedGroup, ...]:
     return tuple(SavedGroup(number, groups[members[0]].settings, tuple(members)) for number, members in names.items())
 
 
-def on_host(saved: SavedUnit) -> SavedUnit:
-    """Return a copy in host memory. Weights that are one tensor under two names stay one."""
+def on_host(saved: SavedUnit, *, into: SavedUnit | None = None) -> SavedUnit:
+    """Return a copy in host memory. Weights that are one tensor under two names stay one.
+
+    Args:
+        saved: references.
+        into: an earlier copy that nobody needs any more, whose memory is used again.
+    """
     firsts: dict[tuple[Any, ...], str] = {}
     tensors = dict(saved.rest.tensors)
     first_of: dict[str, str] = {}
@@ -70,13 +75,22 @@ def on_host(saved: SavedUnit) -> SavedUnit:
             place = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (name,)
             first_of[name] = firsts.setdefault(place, name)
             tensors[_WEIGHT + first_of[name]] = value
-    copies = copy_to_host(UnitState(saved.rest.name, tensors, saved.rest.values))
+    old = None if into is None else UnitState(into.rest.name, {**into.rest.tensors, **_weights_of(into)})
+    copies = copy_to_host(UnitState(saved.rest.name, tensors, saved.rest.values), into=old)
     weights = {
         name: copies.tensors[_WEIGHT + first_of[name]] if name in first_of else copy.deepcopy(value)
         for name, value in saved.weights.items()
     }
     rest = {key: tensor for key, tensor in copies.tensors.items() if not key.startswith(_WEIGHT)}
     return SavedUnit(weights, UnitState(saved.rest.name, rest, copies.values), saved.groups)
+
+
+def _weights_of(saved: SavedUnit) -> dict[str, torch.Tensor]:
+    """Return weights by key, each tensor once: two names may have stopped to be one tensor."""
+    first = {
+        id(value): name for name, value in reversed(list(saved.weights.items())) if isinstance(value, torch.Tensor)
+    }
+    return {_WEIGHT + name: saved.weights[name] for name in first.values()}
 
 
 def groups_of_saved(saved: SavedUnit) -> dict[str, GroupOf]:
@@ -113,7 +127,7 @@ def whole_state(unit: Unit, saved: SavedUnit, *, strict: bool = True, frozen_too
 
 
 def put_saved(unit: Unit, optimizer: Any, saved: SavedUnit, state: UnitState) -> None:
-    """Put the state of a checkpoint into a unit; without an optimizer, its weights only.
+    """Put the state of a checkpoint, read for this alone, into a unit; without an optimizer, its weights only.
 
     Raises:
         ConfigError: it does not fit.
@@ -121,7 +135,7 @@ def put_saved(unit: Unit, optimizer: Any, saved: SavedUnit, state: UnitState) ->
     if optimizer is None:
         tensors = {key: tensor for key, tensor in state.tensors.items() if not key.startswith((MASTER, STATE))}
         state = UnitState(state.name, tensors)
-    put(unit, optimizer, state)
+    put(unit, optimizer, state, given=True)
     extra = {name: value for name, value in saved.weights.items() if name.endswith(_EXTRA)}
     if extra:
         unit.module.load_state_dict(extra, strict=False)

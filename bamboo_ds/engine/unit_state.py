@@ -49,12 +49,17 @@ def take(unit: Unit, optimizer: Any) -> UnitState:
     return UnitState(name=unit.name, tensors=tensors, values=values)
 
 
-def copy_to_host(state: UnitState) -> UnitState:
+def copy_to_host(state: UnitState, *, into: UnitState | None = None) -> UnitState:
     """Return a copy in host memory that training does not change. On an accelerator it is pinned, and whole on return.
 
     Tensors become contiguous.
+
+    Args:
+        state: wherever its tensors are.
+        into: an earlier copy that nobody needs any more: its memory is used again. New memory costs more than copying.
     """
-    copies = {key: _empty_on_host(tensor.shape, tensor.dtype) for key, tensor in state.tensors.items()}
+    old = {} if into is None else into.tensors
+    copies = {key: _host_memory(tensor, old.get(key)) for key, tensor in state.tensors.items()}
     for key, tensor in state.tensors.items():
         copies[key].copy_(tensor, non_blocking=True)
     if local_device().type != "cpu":
@@ -63,7 +68,7 @@ def copy_to_host(state: UnitState) -> UnitState:
 
 
 @torch.no_grad()
-def put(unit: Unit, optimizer: Any, state: UnitState) -> None:
+def put(unit: Unit, optimizer: Any, state: UnitState, *, given: bool = False) -> None:
     """Make a unit be in the given state: weights, buffers, masters, and all that the optimizer knows of it.
 
     Everything is checked before anything is changed. Tensors are copied. What the optimizer knows and the state does
@@ -74,6 +79,7 @@ def put(unit: Unit, optimizer: Any, state: UnitState) -> None:
         unit: of this worker.
         optimizer: as for `take`; without one, what the state says of optimizers is left out.
         state: wherever its tensors are.
+        given: whether nobody else has its tensors: then the optimizer keeps those that are where it wants them.
 
     Raises:
         ConfigError: the state is of another layer, of other shapes or dtypes, or of another optimizer.
@@ -84,7 +90,7 @@ def put(unit: Unit, optimizer: Any, state: UnitState) -> None:
     if optimizer is None:
         return
     for name, parameter in unit.module.named_parameters():
-        _replace_state(target_of(parameter, optimizer), optimizer, _entries(state, name))
+        _replace_state(target_of(parameter, optimizer), optimizer, _entries(state, name), given=given)
 
 
 def describe(state: UnitState) -> Description:
@@ -164,6 +170,12 @@ def _plain(value: Any, key: str, *, unit: Unit) -> Any:
         ) from None
 
 
+def _host_memory(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+        return old
+    return _empty_on_host(tensor.shape, tensor.dtype)
+
+
 def _empty_on_host(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=local_device().type != "cpu")
 
@@ -221,17 +233,17 @@ def _entries(state: UnitState, name: str) -> dict[str, Any]:
     return {_named(key)[1]: value for key, value in told.items() if key.startswith(STATE) and _named(key)[0] == name}
 
 
-def _replace_state(target: nn.Parameter, optimizer: Any, entries: Mapping[str, Any]) -> None:
+def _replace_state(target: nn.Parameter, optimizer: Any, entries: Mapping[str, Any], *, given: bool) -> None:
     if not entries:
         optimizer.state.pop(target, None)
         return
     old, on_device = optimizer.state.get(target, {}), _keeps_scalars_on_device(target, optimizer)
-    optimizer.state[target] = {
-        key: _copied(value, old.get(key), device=_device_of(key, value, target, on_device))
-        if isinstance(value, torch.Tensor)
-        else value
-        for key, value in entries.items()
-    }
+    placed: dict[str, Any] = {}
+    for key, value in entries.items():
+        device = _device_of(key, value, target, on_device) if isinstance(value, torch.Tensor) else None
+        kept = device is None or (given and value.device == device)
+        placed[key] = value if kept else _copied(value, old.get(key), device=device)
+    optimizer.state[target] = placed
 
 
 def _keeps_scalars_on_device(target: nn.Parameter, optimizer: Any) -> bool:
@@ -245,7 +257,7 @@ def _device_of(key: str, value: torch.Tensor, target: nn.Parameter, scalars_on_d
     return torch.device("cpu") if counts and not scalars_on_device else target.device
 
 
-def _copied(value: torch.Tensor, old: Any, *, device: torch.device) -> torch.Tensor:
+def _copied(value: torch.Tensor, old: Any, *, device: torch.device | None) -> torch.Tensor:
     """Return a copy; in the memory of the old one where that fits."""
     fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, device)
     return (old if fits else torch.empty(value.shape, dtype=value.dtype, device=device)).copy_(value)

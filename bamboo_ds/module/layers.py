@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from bamboo_ds.errors import ConfigError
 
@@ -59,6 +60,26 @@ def untouched_randomness() -> Iterator[None]:
         torch.set_rng_state(before[2])
         if on_device:
             accelerator.set_rng_state(device_before)
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves new parameters as memory was: what is drawn for them is overwritten before anybody reads it.
+
+    Other random tensors that a layer makes of itself are drawn as ever.
+    """
+
+    _DRAWS = frozenset(
+        (
+            torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.bernoulli_,
+            torch.Tensor.random_, torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.kaiming_uniform_,
+        )
+    )  # fmt: skip
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, unless it only fills a parameter."""
+        if function in self._DRAWS and args and isinstance(args[0], nn.Parameter):
+            return args[0]
+        return function(*args, **(kwargs or {}))
 
 
 def seed_all(seed: int) -> None:

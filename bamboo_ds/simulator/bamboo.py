@@ -108,7 +108,7 @@ class BambooJob:
         fleet: decides.
         paces: what steps take.
         constants: what else takes time.
-        record: whether the ledger keeps segments and marks for a picture.
+        record: whether the ledger keeps segments for a picture.
 
     Attributes:
         ledger: where the time went.
@@ -141,7 +141,7 @@ class BambooJob:
                 self._join(instant)
         self._advance(seconds)
         if self._running is not None:  # what the end cuts off
-            self.ledger.spend(Cause.TRAINING, seconds - self._running.since, since=self._running.since)
+            self.ledger.spend(Cause.TRAINING, seconds - self._running.since)
         return self.ledger
 
     # ---- time passes ----
@@ -162,7 +162,7 @@ class BambooJob:
         self._pass(until)
 
     def _pass(self, until: float) -> None:
-        self.ledger.spend(self._stall, until - self._now, since=self._now)
+        self.ledger.spend(self._stall, until - self._now)
         self._now = until
 
     def _start_step(self) -> None:
@@ -174,7 +174,7 @@ class BambooJob:
     def _commit(self, running: _Running, until: float) -> None:
         """End the running step, decide, and count all whole steps after it if nothing changes."""
         if running.late:
-            self.ledger.spend(Cause.FAILOVER, running.late, since=running.until - running.late)
+            self.ledger.spend(Cause.FAILOVER, running.late)
         self._train(running.pace, 1, since=running.since)
         self._now = running.until
         if self._changed:
@@ -223,8 +223,9 @@ class BambooJob:
 
     def _fail_over(self, running: _Running, hits: Sequence[Hit], *, at: float) -> None:
         """Let the running step take longer."""
-        shape, workload_end = running.step.shape, self._times.end_seconds
-        base = running.pace.seconds - running.pace.checkpoint - workload_end(shape.num_stages, shape.num_pipelines)
+        shape = running.step.shape
+        end = self._times.end_seconds(shape.num_stages, shape.num_pipelines)
+        base = running.pace.seconds - running.pace.checkpoint - end  # when the last pipeline is through
         for hit in hits:
             micro_batches = self._paces.micro_batches(hit.pipeline, running.step)
             extra = self._times.failover_seconds(
@@ -238,7 +239,7 @@ class BambooJob:
     def _drop_step(self, at: float) -> None:
         """Lose the work of the running step; a stall needs no such thing, its time is accounted for."""
         if self._running is not None:
-            self.ledger.spend(Cause.LOST, at - self._running.since, since=self._running.since)
+            self.ledger.spend(Cause.LOST, at - self._running.since)
             self._now, self._running = at, None
 
     # ---- decisions between steps ----

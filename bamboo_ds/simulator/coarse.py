@@ -51,7 +51,7 @@ class CoarseJob:
         way: how it trains.
         checkpoint_seconds: between two checkpoints that begin.
         write_seconds: until one is whole.
-        record: whether the ledger keeps segments and marks for a picture.
+        record: whether the ledger keeps segments for a picture.
 
     Attributes:
         ledger: where the time went.
@@ -77,7 +77,7 @@ class CoarseJob:
                 self._react(reaction, at=instant.seconds)
         self._advance(seconds)
         if self._pace is not None:
-            self.ledger.spend(Cause.TRAINING, seconds - self._now, since=self._now)
+            self.ledger.spend(Cause.TRAINING, seconds - self._now)
         return self.ledger
 
     def _advance(self, until: float) -> None:
@@ -91,7 +91,7 @@ class CoarseJob:
             self._train(self._pace, steps)
 
     def _pass(self, until: float) -> None:
-        self.ledger.spend(self._stall, until - self._now, since=self._now)
+        self.ledger.spend(self._stall, until - self._now)
         self._now = until
 
     def _train(self, pace: Pace, steps: int) -> None:
@@ -103,7 +103,7 @@ class CoarseJob:
     def _react(self, reaction: Reaction, *, at: float) -> None:
         self.reactions += 1
         if self._pace is not None:
-            self.ledger.spend(Cause.LOST, at - self._now, since=self._now)
+            self.ledger.spend(Cause.LOST, at - self._now)
             self._now = at
         self._pace = None
         if reaction.rolls_back:

@@ -106,6 +106,8 @@ class KeptFleet:
         filled = [*self._repair(), *self._extend(shape)]
         self._dead, self._aborted = {}, False
         table = self._precedents.table(before, shape.num_stages)
+        if action is Action.START:
+            return Change(action)  # everybody makes its own layers
         moved = (table[homes.get(node, NOBODY)][self._places[node][1]] for node in filled)
         return Change(action, moved_bytes=max(moved, default=0))
 

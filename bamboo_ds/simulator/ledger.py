@@ -61,7 +61,6 @@ class Ledger:
         samples: trained and not lost.
         steps: likewise.
         segments: (from, to, samples per second), where steps ran that were not lost again.
-        marks: (second, cause, duration) of what was no step.
     """
 
     record: bool = False
@@ -69,13 +68,10 @@ class Ledger:
     samples: float = 0.0
     steps: int = 0
     segments: list[tuple[float, float, float]] = field(default_factory=list)
-    marks: list[tuple[float, Cause, float]] = field(default_factory=list)
 
-    def spend(self, cause: Cause, seconds: float, *, since: float) -> None:
+    def spend(self, cause: Cause, seconds: float) -> None:
         """Note time in which no step was finished."""
         self.seconds[cause] += seconds
-        if self.record and seconds > 0:
-            self.marks.append((since, cause, seconds))
 
     def train(self, pace: Pace, steps: int, *, since: float) -> None:
         """Note finished steps."""

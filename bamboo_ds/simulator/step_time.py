@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from bamboo_ds.schedule.costs import StageCosts
 from bamboo_ds.schedule.disturbance import disturb, worker_words
-from bamboo_ds.schedule.timing import simulate
-from bamboo_ds.schedule.windows import Redundancy, worker_orders
+from bamboo_ds.schedule.timing import Timeline, simulate
+from bamboo_ds.schedule.windows import Orders, Redundancy, worker_orders
 from bamboo_ds.schedule.words import computed
 from bamboo_ds.simulator.constants import Constants
 from bamboo_ds.simulator.workload import Workload
@@ -45,6 +45,7 @@ class StepTimes:
     _pipelines: dict[tuple[int, int, Owners], float] = field(default_factory=dict)
     _extras: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
     _costs: dict[int, StageCosts] = field(default_factory=dict)
+    _timelines: dict[tuple[int, int], tuple[Timeline, Orders]] = field(default_factory=dict)
     _ends: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def costs(self, num_stages: int) -> StageCosts:
@@ -122,9 +123,12 @@ class StepTimes:
 
     def _instruction(self, micro_batches: int, stages: int, stage: int, share: float) -> int:
         """Return the number of the instruction that a worker is at when so much of the computation is over."""
-        costs = self.costs(stages)
-        orders = worker_orders(stages, micro_batches=micro_batches, redundancy=self.redundancy, costs=costs)
-        timeline = simulate(orders, costs, latency_seconds=self.latency_seconds(stages))
+        key = (stages, micro_batches)
+        if key not in self._timelines:
+            costs = self.costs(stages)
+            orders = worker_orders(stages, micro_batches=micro_batches, redundancy=self.redundancy, costs=costs)
+            self._timelines[key] = simulate(orders, costs, latency_seconds=self.latency_seconds(stages)), orders
+        timeline, orders = self._timelines[key]
         moment = share * timeline.step_seconds
         done = sum(event.finish_seconds <= moment for event in timeline.events[stage])
         words = worker_words(orders, stage, stages=stages)

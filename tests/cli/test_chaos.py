@@ -139,6 +139,7 @@ def test_it_counts_what_the_events_tell() -> None:
     assert found == {"failovers": 2, "reconfigurations": 2, "restores": 1, "aborts": 1, "restarts": 0}
     again = {**event("node_joined", workers=[7]), "node": "n1"}
     assert told([*joined, again])["restarts"] == 1
+    assert told([*joined, event("roster"), event("roster")])["restarts"] == 1
 
 
 def test_events_of_a_killed_writer_are_read_as_far_as_they_go(tmp_path: Path) -> None:

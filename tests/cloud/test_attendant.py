@@ -24,6 +24,7 @@ from bamboo_ds.cloud.pretend import PretendMarket, steady_supply
 from bamboo_ds.cloud.prices import PriceBook
 from bamboo_ds.config.cloud import PriceConfig
 from bamboo_ds.elastic import keys
+from bamboo_ds.elastic.agent_settings import AgentPort
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.plan.cluster import Node
 from bamboo_ds.plan.codec import encode
@@ -43,24 +44,29 @@ class FakeHost:
     told: list[tuple[str, str]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    zone: str = "a"
-    registry: None = None
 
     def __post_init__(self) -> None:
         self._lease = self.store.lease(5.0)
         self.store.put(keys.node(self.node), encode(Node(self.node, "a", (0,))), lease=self._lease)
+
+    @property
+    def port(self) -> AgentPort:
+        return AgentPort(
+            store=self.store,
+            node=self.node,
+            zone="a",
+            lease=self.lease,
+            tell=self.tell,
+            say=self.said.append,
+            leave=self.left.append,
+            registry=None,
+        )
 
     def lease(self) -> Lease:
         return self._lease
 
     def tell(self, kind: str, text: str, **fields: object) -> object:
         return self.told.append((kind, text))
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def leave(self, reason: str) -> None:
-        self.left.append(reason)
 
     def renew(self) -> None:
         """Lose the lease and take another, as after an outage."""
@@ -90,7 +96,7 @@ class Place:
             sources=[] if notices is None else [FileNotices(notices)],
             poll_seconds=0.02,
         )
-        attendant = Attendant(host, cloud)
+        attendant = Attendant(host.port, cloud)
         self.open.callback(attendant.close)
         return attendant
 

@@ -133,6 +133,30 @@ def test_a_copy_does_not_change_with_training() -> None:
     assert copied.weights["_extra_state"] == {"vocabulary": ["a"]}
 
 
+def test_the_memory_of_an_earlier_copy_is_used_again() -> None:
+    unit, optimizer = holder(Layer(), seed=1)
+    old = on_host(saved_unit(unit, optimizer, {}))  # the optimizer knows nothing yet
+    places = {name: old.weights[name].data_ptr() for name in ("linear.weight", "frozen", "kept")}
+    for parameter in unit.parameters:
+        parameter.grad = torch.rand(parameter.shape)
+    optimizer.step()
+    new = on_host(saved_unit(unit, optimizer, {}), into=old)
+    assert {name: new.weights[name].data_ptr() for name in places} == places
+    assert new.weights["again.weight"] is new.weights["linear.weight"]
+    fresh = on_host(saved_unit(unit, optimizer, {}))
+    assert equal(dict(new.rest.tensors), dict(fresh.rest.tensors))
+    assert all(torch.equal(new.weights[name], fresh.weights[name]) for name in places)
+
+
+def test_two_names_that_are_one_tensor_no_more_do_not_share_the_memory_of_a_copy() -> None:
+    unit, optimizer = holder(Layer(), seed=1)
+    old = on_host(saved_unit(unit, optimizer, {}))
+    unit.module.again = nn.Linear(WIDTH, WIDTH)
+    new = on_host(saved_unit(unit, optimizer, {}), into=old)
+    for name in ("linear.weight", "again.weight"):
+        assert torch.equal(new.weights[name], unit.module.get_parameter(name))
+
+
 def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
     (unit, optimizer), (other, others) = holder(Layer(), seed=1, steps=1), holder(Layer(), seed=2)
     saved = written(on_host(saved_unit(unit, optimizer, {}, exclude_frozen=True)), tmp_path)

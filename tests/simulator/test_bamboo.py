@@ -62,9 +62,10 @@ def test_a_new_node_fills_the_merged_stage(kept: bool) -> None:
     assert spent(job)["merged"] < 200
 
 
-def test_a_transfer_takes_twice_the_bytes_over_the_bandwidth() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_transfer_takes_twice_the_bytes_over_the_bandwidth(kept: bool) -> None:
     slow = replace(SIMPLE, bandwidth=100.0, checkpoint_seconds=1e9)
-    job = played(even(state_bytes=400), story("0 +8", "30 -2", "200 +1", seconds=1000), constants=slow)
+    job = played(even(state_bytes=400), story("0 +8", "30 -2", "200 +1", seconds=1000), kept=kept, constants=slow)
     # the joiner needs two layers of 400 bytes
     assert spent(job)["reconfiguration"] == pytest.approx(2 + 2 + 2 * 800 / 100)
 

@@ -22,11 +22,11 @@ from bamboo_ds.simulator.market import Market, generate
 from bamboo_ds.simulator.membership import instants
 from bamboo_ds.simulator.models import built_in
 from bamboo_ds.simulator.precedents import Dead, Precedents, owners_of
-from bamboo_ds.simulator.workload import Layer
+from bamboo_ds.simulator.workload import Layer, Workload
 from tests.simulator.markets import bounds_of, even, fleet_of, job_of, names, story
 
 
-def lopsided(stages: int, rows: int, micro_batches: int, seed: int):  # type: ignore[no-untyped-def]
+def lopsided(stages: int, rows: int, micro_batches: int, seed: int) -> Workload:
     """Return a workload whose stages cost differently."""
     draw = random.Random(seed)
     layers = tuple(Layer(str(index), draw.choice([1.0, 1.0, 1.5, 3.0]), 2.0) for index in range(stages))

@@ -12,12 +12,11 @@ PACE = Pace(training=6.0, redundancy=2.0, merged=1.0, checkpoint=1.0, samples=5.
 def test_steps_are_noted_by_cause() -> None:
     ledger = Ledger(record=True)
     ledger.train(PACE, 3, since=10)
-    ledger.spend(Cause.RESTART, 4, since=40)
+    ledger.spend(Cause.RESTART, 4)
     found = {cause.value: seconds for cause, seconds in ledger.seconds.items() if seconds}
     assert found == {"training": 18, "redundancy": 6, "merged": 3, "checkpoint": 3, "restart": 4}
     assert (ledger.samples, ledger.steps) == (15, 3)
     assert ledger.segments == [(10, 40, 0.5)]
-    assert ledger.marks == [(40, Cause.RESTART, 4)]
 
 
 def trained(ledger: Ledger, checkpoints: Checkpoints, steps: int, since: float) -> None:

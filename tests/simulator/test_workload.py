@@ -128,3 +128,9 @@ def test_every_constant_has_a_source_and_a_bad_one_is_named() -> None:
         Constants(bandwidth=0)
     with pytest.raises(ConfigError, match="spot_price = -1: must be at least 0"):
         Constants(spot_price=-1)
+
+
+def test_the_page_lists_every_constant_with_its_default() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    for name, row in Constants().table().items():
+        assert f"| `{name}` | {row['value']:g} | {row['source']} |" in page

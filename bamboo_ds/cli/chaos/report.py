@@ -44,7 +44,8 @@ def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     - failovers: plans in which shadows took over.
     - reconfigurations: epochs after the first.
     - restores: of those, how many went on from a checkpoint, as the workers say: they know what they hold.
-    - restarts: workers that were started beyond one for each node that joined.
+    - restarts: workers that were started beyond one for each node that joined, and jobs that began beyond the first: one
+      of which no node is left is forgotten, and the next nodes begin anew.
     """
     actions = Counter(event["action"] for event in events if "action" in event)
     kinds = Counter(event["kind"] for event in events)
@@ -56,7 +57,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         "reconfigurations": sum(actions[action] for action in _EPOCHS),
         "restores": kinds["restored"],
         "aborts": actions["abort"],
-        "restarts": len(workers) - len(nodes),
+        "restarts": len(workers) - len(nodes) + max(kinds["roster"] - 1, 0),
     }
 
 
