@@ -14,6 +14,7 @@
           +-- NonFiniteLossError      a loss is NaN or infinite: look at the named step and micro-batch
           +-- EngineStoppedError      the engine failed before and was used again: make a new one
           +-- PlanChangedError        the cluster has a newer plan than the one waited under: go on under that one
+          +-- StateLostError          layers that nobody has, and no checkpoint: start again from one of your own
           +-- EvictedError            the cluster declared this worker dead: stop at once, write nothing more
           +-- RefusedError            this worker's model or config is not the job's: make them equal
           +-- StoreError              the cluster's store refused: the message says what to change
@@ -44,6 +45,7 @@ __all__ = [
     "PlanChangedError",
     "RefusedError",
     "ScheduleError",
+    "StateLostError",
     "StoreError",
     "StoreUnavailableError",
     "UnsupportedFeatureError",

@@ -35,7 +35,7 @@ from bamboo_ds.engine.commit import Committer, ExchangeCommitter, StoreCommitter
 from bamboo_ds.engine.gradients import reductions_of
 from bamboo_ds.errors import ConfigError, InfeasiblePlanError, PlanChangedError, UnsupportedFeatureError
 from bamboo_ds.module import BambooPipelineModule, adopt
-from bamboo_ds.module.seat import check_shape, launched_spec, refuse_late_settings
+from bamboo_ds.module.seat import check_shape, launched_spec, refuse_late_costs, refuse_late_settings
 from bamboo_ds.plan import Plan, PlanSource, StaticPlanSource
 from bamboo_ds.plan.job import JobSettings
 from bamboo_ds.plan.standby import BEFORE_ALL
@@ -132,6 +132,7 @@ def _engine(
     **rest: Any,
 ) -> BambooPipelineEngine:
     _check_bounds(model.plan, block, world)
+    refuse_late_costs(block, cut_by=model.layer_costs)
     instance = next(_instances)
     world = _hosting(model, config, block, world, instance)
     source: PlanSource = world.member or StaticPlanSource(model.plan, worker=world.worker)

@@ -66,10 +66,13 @@ class TestTheBambooBlock:
             "job": "bamboo",
             "pipelines": None,
             "min_stages": 1,
+            "layer_costs": (),
             "redundancy": "fit",
             "activation_swap": "cpu",
             "seed": 1234,
             "timeout_seconds": 300.0,
+            "data": {"shuffle": False, "drop_last": False, "num_workers": 0, "seed": None},
+            "checkpoint": None,
             "etcd": None,
             "ttl_seconds": 10.0,
             "fault_injection": (),
@@ -88,7 +91,8 @@ class TestTheBambooBlock:
     def test_an_unknown_key_names_the_nearest_known_one(self) -> None:
         assert message(bamboo_block, {"bamboo": {"redundency": "fit"}}) == (
             'bamboo.redundency: unknown key; did you mean "redundancy"? Known keys: enabled, job, pipelines, '
-            "min_stages, redundancy, activation_swap, seed, timeout_seconds, etcd, ttl_seconds, fault_injection"
+            "min_stages, layer_costs, redundancy, activation_swap, seed, timeout_seconds, data, checkpoint, etcd, "
+            "ttl_seconds, fault_injection"
         )
 
     def test_unknown_keys_of_inner_objects_name_their_own(self) -> None:
@@ -96,6 +100,14 @@ class TestTheBambooBlock:
         text = message(bamboo_block, {"bamboo": block})
         assert 'bamboo.etcd.endpoint: unknown key; did you mean "endpoints"? Known keys: endpoints, user' in text
         assert 'bamboo.fault_injection.0.hwo: unknown key; did you mean "how"? Known keys: how, step' in text
+
+    def test_costs_of_layers_are_read_and_must_be_positive(self) -> None:
+        read = bamboo_block({"bamboo": {"layer_costs": [1, 2.5]}})
+        assert read is not None
+        assert read.layer_costs == (1.0, 2.5)
+        assert "bamboo.layer_costs.1 = 0: must be greater than 0" in message(
+            bamboo_block, {"bamboo": {"layer_costs": [1, 0]}}
+        )
 
     def test_faults_are_read(self) -> None:
         read = bamboo_block({"bamboo": {"fault_injection": [{"step": 2, "instruction": 7, "stage": 1}]}})

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from bamboo_ds.cli.local_cloud import LocalCloud, Nodes
 from bamboo_ds.cloud.attendant import Attendant, Cloud
-from bamboo_ds.cloud.cost_metrics import CostMetrics
 from bamboo_ds.cloud.ec2_client import Clients, check_boto3
 from bamboo_ds.cloud.ec2_fleet import Ec2Fleet
 from bamboo_ds.cloud.ec2_group import Ec2Group
@@ -172,6 +171,8 @@ def _attend(cloud: Cloud, job: str, notice_file: str | None, host: AgentPort) ->
     if not cloud.identity.instance:
         cloud = replace(cloud, identity=replace(cloud.identity, instance=host.node, zone=host.zone))
     if host.registry is not None and cloud.keeper is not None:
+        from bamboo_ds.cloud.cost_metrics import CostMetrics  # needs prometheus_client
+
         cloud = replace(cloud, on_cost=CostMetrics(host.registry, job=job, node=host.node).show)
     return Attendant(host, cloud)
 

@@ -160,7 +160,9 @@ class FileNotices:
 
 def source_of(metadata: Metadata) -> Source:
     """Return who warns on a cloud."""
-    return {"ec2": Ec2Notices, "gcp": GcpNotices, "azure": AzureNotices}[metadata.cloud](metadata)
+    if metadata.cloud == "ec2":
+        return Ec2Notices(metadata)
+    return GcpNotices(metadata) if metadata.cloud == "gcp" else AzureNotices(metadata)
 
 
 class NoticeWatcher:

@@ -116,6 +116,11 @@ class BambooPipelineModule(PipelineModule):
         self._layer_specs, self._method, self._costs = specs, method.lower(), costs
         self._weights: list[int] | None = None
 
+    @property
+    def layer_costs(self) -> tuple[float, ...]:
+        """The declared time of each layer (`bamboo.layer_costs`), by which stages are cut; empty without."""
+        return tuple(self._costs)
+
     def _cut(self) -> Cut:
         counts = self._layer_weights() if self._method == "parameters" else None
         return Cut(

@@ -126,6 +126,19 @@ def _spec(world: World, *, num_stages: int, pipelines: int | None, cut: Cut) -> 
     )
 
 
+def refuse_late_costs(block: BambooConfig, *, cut_by: tuple[float, ...]) -> None:
+    """Refuse costs that would have cut the module, had they been known when it was built.
+
+    Raises:
+        ConfigError: the module was cut by others, or by none.
+    """
+    if block.layer_costs and block.layer_costs != cut_by:
+        raise ConfigError(
+            "bamboo.layer_costs was not known when the script made its module, so the stages are cut otherwise. Start "
+            "it with `bamboo-ds run --config FILE`, or with `--deepspeed_config FILE` among the script's arguments"
+        )
+
+
 def declared_costs(num_layers: int) -> tuple[float, ...]:
     """Return `bamboo.layer_costs`, if the config is known before the script hands it over.
 

@@ -95,8 +95,7 @@ def test_lost_and_repeated_samples_are_counted(census: list[int], expected: tupl
 def test_the_worst_loss_of_any_worker_and_any_repetition_counts() -> None:
     lines = [line(0, 2.0, at=0), line(0, 2.0 + 4e-6, at=0, worker=1), line(1, 1.0, at=1), line(1, 1.0 - 3e-6, at=2)]
     assert max_rel_diff(lines, [2.0, 1.0]) == pytest.approx(3e-6)
-    with pytest.raises(ValueError, match=r"nobody has seen step\(s\) \[2\]"):
-        max_rel_diff(lines, [2.0, 1.0, 0.5])
+    assert max_rel_diff(lines, [2.0, 1.0, 0.5]) == float("inf"), "nobody has seen the third"
 
 
 def test_a_step_that_is_trained_again_counts_once_for_the_speed() -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from bamboo_ds.cli.run import Launch, run, this_node
 from bamboo_ds.cli.run_cloud import Place, local_fleet, local_market, this_place
 from bamboo_ds.cli.run_options import RunOptions
 from bamboo_ds.cloud.identity import Identity
-from bamboo_ds.config.cloud import CloudConfig, Ec2Config, LocalMarketConfig
+from bamboo_ds.config.cloud import CloudConfig, Ec2Config, LocalMarketConfig, PriceConfig
+from bamboo_ds.elastic import keys
+from bamboo_ds.elastic.agent_settings import AgentPort
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.plan.cluster import Node
+from bamboo_ds.plan.codec import encode
+from bamboo_ds.store import MemoryStore
 from tests.cloud.fake_metadata import fake_metadata
 from tests.cloud.test_metadata import EC2
 
@@ -86,6 +94,34 @@ def test_a_trace_is_the_markets_capacity(tmp_path: Path) -> None:
     counts = [(market.supply.capacity("a", at), market.supply.capacity("b", at)) for at in (0.0, 5.9, 6.0, 12.0)]
     assert counts == [(1, 1), (1, 1), (2, 1), (1, 1)]
     assert local_market(CloudConfig(), zones=("a",)).supply.total(0.0) > 10_000
+
+
+def test_the_keeper_shows_its_count_to_prometheus_and_an_odd_node_gets_its_own_file(tmp_path: Path) -> None:
+    store, told, registry = MemoryStore(), queue.Queue[str](), CollectorRegistry()
+    lease = store.lease(5.0)
+    store.put(keys.node("n7"), encode(Node("n7", "a", (0,))), lease=lease)
+    port = AgentPort(
+        store=store,
+        node="n7",
+        zone="a",
+        lease=lambda: lease,
+        tell=lambda kind, text, **fields: told.put(kind),
+        say=lambda text: None,
+        leave=lambda reason: None,
+        registry=registry,
+    )
+    config = CloudConfig(
+        look_seconds=0.02, prices=PriceConfig(spot={"*": 1.5}), notice_file=str(tmp_path / "end-of-{node}")
+    )
+    companion = Place(Identity(), None).companion(config, job="j", workers=1)
+    assert companion is not None
+    (tmp_path / "end-of-n7").touch()
+    with contextlib.closing(companion(port)):
+        assert told.get(timeout=10) == "notice"
+        labels, deadline = {"job_name": "j", "node": "n7"}, time.monotonic() + 10
+        while registry.get_sample_value("bamboo_dollars_per_hour", labels) != 1.5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def options(tmp_path: Path, **given: object) -> RunOptions:

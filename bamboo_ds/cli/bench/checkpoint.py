@@ -1,7 +1,7 @@
 """`bamboo-ds bench checkpoint`: how long an asynchronous checkpoint holds training up, and how fast it is written.
 
 Paced layers (they sleep for an accelerator, so that the writing finds idle cores as it would there) as 4 stages, 8
-micro-batches; each layer has 3 MB of parameters and its share of Adam's state. A checkpoint is begun after every fifth
+micro-batches; each layer has 1.6 MB of parameters and their state of Adam. A checkpoint is begun after every fifth
 step. What is told:
 
 * `stall_vs_step`: how much longer the step took that ends with the copy to host memory, than the steps before it in
@@ -24,7 +24,7 @@ from typing import Any
 from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, reported_failure, rounded, table
 from bamboo_ds.cli.bench.workers import run_workers, values, warm_up
 
-STAGES, MICRO_BATCHES, ROWS, HIDDEN = 4, 8, 4, 900
+STAGES, MICRO_BATCHES, ROWS, HIDDEN = 4, 8, 4, 640
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
 INTERVAL, WARM_STEPS = 5, 5
 STALL_BOUND = 0.05

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ class Chaos:
         return Story(
             title=f"{self._trace.name}, {self._options.speedup:g} times as fast: {report['removals']} nodes killed, "
             f"{report['joins']} added; {report['lost_samples']} samples lost, {report['repeated_samples']} repeated, "
-            f"losses within {report['max_rel_diff']:.1g}",
+            f"losses within {report['max_rel_diff'] or math.inf:.0e}",
             timeline=timeline,
             capacity=self._options.nodes,
             batch=BATCH,
@@ -183,7 +184,7 @@ def summary(run: Disturbed, undisturbed: Timeline, expected: Sequence[float], *,
         **counts,
         "lost_samples": lost,
         "repeated_samples": repeated,
-        "max_rel_diff": rounded(difference),
+        "max_rel_diff": rounded(difference) if difference < math.inf else None,
         "goodput": rounded(timeline.steps_per_second / (undisturbed.steps_per_second * share)),
         **timeline.removals(),
         "joins": timeline.joins(),
