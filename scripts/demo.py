@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -303,7 +304,7 @@ def compare(undisturbed: Run, disturbed: Run, arguments: argparse.Namespace) -> 
         "joins": timeline.joins(),
         **{name: counts[name] for name in ("failovers", "reconfigurations", "restores", "restarts")},
         **samples,
-        "max_rel_diff": float(f"{difference:.3g}"),
+        "max_rel_diff": float(f"{difference:.3g}") if difference < math.inf else None,
         "matches_undisturbed": matches(timeline.steps, expected),
     }
 

@@ -8,6 +8,7 @@ proves it.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class StepBatches:
         self._iterator, self._transform, self._step, self._share = iterator, transform, step, share
         self._seed, self._device = seed, device
         self._drawn: list[Batch] = []
+        self._raw: list[Any] = []
+
+    def put_back(self) -> Iterator[Any] | None:
+        """Return the iterator with what was drawn in front: the step is done again."""
+        return self._iterator if self._iterator is None else itertools.chain(self._raw, self._iterator)
 
     def use(self, iterator: Iterator[Any] | None) -> None:
         """Draw from another iterator from now on."""
@@ -88,6 +94,7 @@ class StepBatches:
                 raw = next(self._iterator)
             except StopIteration:
                 raise DataExhaustedError(self._ended(micro_batch)) from None
+            self._raw.append(raw)
             if self._transform is not None:
                 raw = self._transform(raw)
         return self._placed(raw)

@@ -344,6 +344,8 @@ class BambooPipelineEngine(Checkpointing):
         self._swap.begin_step()
 
     def _restart_step(self, work: Work) -> None:
+        if self.training_data is None:
+            self.data_iterator = self._batches.put_back()
         self._begin_step()
         work.begin(self._train_schedule())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.disturbed import kill
 from tests.engine.reshaped import Reshaped, ReshapedCluster, assert_as, assert_copies_equal, undisturbed, with_data
@@ -111,3 +113,27 @@ def test_a_script_that_counts_its_own_steps_ends_with_the_others(reshaped: Resha
     results = reshaped.train(counting, (3, 1), spare=1, around=lambda _: program)
     assert len(results) == 2, "one was lost, and the one that joined has no more steps to count"
     assert all(list(outcome.losses) == list(range(counting.steps)) for outcome in results.values())
+
+
+def test_batches_of_a_users_iterator_are_drawn_again_when_a_step_is_begun_anew(reshaped: ReshapedCluster) -> None:
+    """One pipeline goes, the other keeps its workers, so their iterators stay aligned; all train the same batches."""
+    faults = [kill(1, stage, before=8, step=2) for stage in (1, 2)]
+    wanted = replace(job(PLAIN), config={"bamboo": {"fault_injection": faults}})
+
+    def program() -> Reshaped:
+        engine = build_engine(wanted, 4)
+        outcome = Reshaped(first=engine.global_steps)
+        endless = (wanted.batch(0, 0) for _ in itertools.count())
+        drawn = itertools.count()
+        counted = (next(drawn) * 0 or batch for batch in endless)
+        while engine.global_steps < wanted.steps:
+            outcome.losses[engine.global_steps] = float(engine.train_batch(counted))
+        outcome.weights = {"drawn": torch.tensor(next(drawn)), "draws": torch.tensor(engine._draws())}
+        engine.close()
+        return outcome
+
+    results = reshaped.train(wanted, (4, 2), around=lambda _: program)
+    assert len(results) == 4, "two stand by in the end"
+    drawn = {int(one.weights["drawn"]) for one in results.values() if one.weights["draws"] and one.losses}
+    # two steps of 3 micro-batches for each of two pipelines, then four of 6 for one
+    assert max(drawn) == 2 * 3 + 4 * 6
