@@ -387,10 +387,16 @@ class Member:
         return codec.decode(Outcome, value)
 
     def fail(self, scope: str, failure: bytes) -> bytes:
-        """Write a failure unless another came first, and return the first. The store may be out of reach: then ours."""
+        """Write a failure unless another came first, and return the first. The store may be out of reach: then ours.
+
+        That of a worker which came late, and has no place yet, is its own only: it is not taken.
+        """
         if self.evicted or self._refused:
             return failure
         try:
+            if self._alone:
+                self.refuse(_described(failure))
+                return failure
             return self._first(keys.failure(scope), failure)
         except StoreError as error:
             _log.warning("the failure could not be written: %s", error)

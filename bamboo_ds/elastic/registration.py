@@ -21,6 +21,7 @@ from bamboo_ds.elastic import keys
 from bamboo_ds.errors import ConfigError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
 from bamboo_ds.plan import codec
 from bamboo_ds.plan.cluster import Node
+from bamboo_ds.plan.job import JobSettings, JobSpec
 from bamboo_ds.store import ABSENT, DeletePrefix, Lease, Put, Store, Unchanged
 
 __all__ = ["Registration", "clear_former_run"]
@@ -30,18 +31,24 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 0.2
 _SHORTEST_TRY_SECONDS = 0.5
+_CHECKPOINTS = "bamboo.checkpoint.path"
 _WATERMARKS = (keys.PLAN, keys.ROSTER, keys.SPEC, keys.FINISHED, keys.failure("job"))
 
 
 def clear_former_run(store: Store) -> None:
-    """Forget a run of this job of which no node is left: whatever it knew was in the memory of its workers.
+    """Forget a run of this job of which no node is left: what it knew was in the memory of its workers.
 
-    Its events stay, and the counter of worker ids: an id is never given again.
+    Not one that writes checkpoints and has not ended: its next nodes go on from the newest. Its events stay in any
+    case, and the counter of worker ids: an id is never given again.
     """
     while True:
         entries = {entry.key: entry for entry in store.list(keys.BOARD).entries}
         marks = [entries[key] for key in _WATERMARKS if key in entries]
-        if not marks or store.list(keys.NODES).entries:
+        if (
+            not marks
+            or store.list(keys.NODES).entries
+            or _goes_on({key: entry.value for key, entry in entries.items()})
+        ):
             return
         prefixes = (keys.BOARD, keys.DESK, keys.RENDEZVOUS, keys.PROGRESS)
         # Another agent may do the same now, and go on: what it wrote since then must stay.
@@ -49,6 +56,19 @@ def clear_former_run(store: Store) -> None:
             store.transact(
                 [Unchanged(mark.key, mark.revision) for mark in marks], [DeletePrefix(prefix) for prefix in prefixes]
             )
+
+
+def _goes_on(board: Mapping[str, bytes]) -> bool:
+    """Return whether nodes to come can take up a run of which none is left.
+
+    A stock launcher's ranks cannot: they come again with the ids that they had, which are dead.
+    """
+    over = keys.FINISHED in board or keys.failure("job") in board
+    if over or not {keys.PLAN, keys.SPEC, keys.settings(0)} <= board.keys():
+        return False
+    if codec.decode(JobSpec, board[keys.SPEC]).launched is not None:
+        return False
+    return _CHECKPOINTS in codec.decode(JobSettings, board[keys.settings(0)]).settings
 
 
 class Registration:

@@ -17,6 +17,7 @@ from enum import Enum
 from bamboo_ds.elastic import keys
 from bamboo_ds.errors import ConflictError
 from bamboo_ds.plan import codec
+from bamboo_ds.plan.job import Roster
 from bamboo_ds.plan.plan import NOBODY, Plan
 from bamboo_ds.store import ABSENT, Store
 
@@ -92,10 +93,19 @@ def judge(store: Store, ended: WorkerExit) -> Verdict:
         return ended.verdict
     if store.get(keys.ended(ended.worker)) is not None:
         return Verdict.REFUSED
-    plan = store.get(keys.PLAN)
-    if plan is not None and ended.worker in codec.decode(Plan, plan.value).dead:
+    entry = store.get(keys.PLAN)
+    plan = None if entry is None else codec.decode(Plan, entry.value)
+    if plan is not None and ended.worker in plan.dead:
         return Verdict.EVICTED
+    if plan is not None and ended.worker not in plan.workers and not _began(store, ended.worker):
+        return Verdict.LOST  # it came late and had no place yet: the others train on
     return Verdict.FOLLOWED if store.get(keys.failure(JOB)) is not None else Verdict.FAILED
+
+
+def _began(store: Store, worker: int) -> bool:
+    """Return whether the job was begun with a worker."""
+    roster = store.get(keys.ROSTER)
+    return roster is None or worker in codec.decode(Roster, roster.value).workers
 
 
 def publish_failure(store: Store, ended: WorkerExit, *, log: str) -> None:

@@ -13,6 +13,8 @@ from bamboo_ds.elastic.registration import Registration, clear_former_run
 from bamboo_ds.errors import ConfigError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
 from bamboo_ds.plan import codec
 from bamboo_ds.plan.cluster import Node
+from bamboo_ds.plan.job import JobSettings, JobSpec
+from bamboo_ds.plan.plan import Plan
 from bamboo_ds.store import Event, EventKind, MemoryServer, MemoryStore
 from tests.elastic.clusters import eventually
 
@@ -181,6 +183,32 @@ def test_a_run_without_nodes_is_forgotten(store: MemoryStore, mark: str) -> None
         store.put(key, b"8")
     clear_former_run(store)
     assert [entry.key for entry in store.list().entries] == [f"{keys.EVENTS}1-n0", keys.WORKER_COUNTER]
+
+
+CHECKPOINTS = {"bamboo.checkpoint.path": '"there"'}
+
+
+@pytest.mark.parametrize(
+    ("settings", "launched", "over", "goes_on"),
+    [
+        (CHECKPOINTS, None, None, True),
+        ({}, None, None, False),
+        (CHECKPOINTS, Plan(owners=((0, 1),)), None, False),
+        (CHECKPOINTS, None, keys.FINISHED, False),
+        (CHECKPOINTS, None, keys.failure("job"), False),
+    ],
+    ids=["", "without checkpoints", "with the ranks of a launcher", "finished", "failed"],
+)
+def test_a_run_without_nodes_that_has_checkpoints_goes_on(
+    store: MemoryStore, settings: dict[str, str], launched: Plan | None, over: str | None, goes_on: bool
+) -> None:
+    store.put(keys.PLAN, b"old")
+    store.put(keys.SPEC, codec.encode(JobSpec(publisher=0, num_stages=2, num_layers=4, launched=launched)))
+    store.put(keys.settings(0), codec.encode(JobSettings(publisher=0, settings=settings)))
+    if over is not None:
+        store.put(over, b"over")
+    clear_former_run(store)
+    assert (store.get(keys.PLAN) is not None) == goes_on
 
 
 def test_a_run_with_a_node_is_joined(store: MemoryStore) -> None:

@@ -6,12 +6,15 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import bamboo_ds
+from bamboo_ds.elastic.membership import Membership
 from tests.engine.disturbed import kill
 from tests.engine.reshaped import Reshaped, ReshapedCluster, assert_as, assert_copies_equal
 from tests.engine.test_failover import JOBS
@@ -76,6 +79,28 @@ def test_a_death_of_one_that_joins_costs_the_others_nothing(
     draw = random.Random(1000 + seed)
     joiners = {3: draw.uniform(0.0, 0.4), 4: draw.uniform(0.0, 0.4)}
     results = reshaped.train(job(), (3, 1), spare=3, around=lambda program: dying_in_epoch(1, joiners, program))
-    assert {0, 1, 2} <= results.keys()
+    assert len(results) == 3, "four are left, and one of them stands by"
     assert_as(expected, results, bound=BOUND)
     assert_copies_equal(results)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_script_that_fails_where_it_came_late_harms_nobody_else(reshaped: ReshapedCluster, early: bool) -> None:
+    """Say, as a package is missing on the new node; before or after the script has asked for anything of ours."""
+
+    def broken(program: Callable[[], Reshaped]) -> Callable[[], Reshaped]:
+        def run() -> Reshaped:
+            seat = Membership.read()
+            assert seat is not None
+            if seat.worker == 3:
+                time.sleep(2.0)
+                if not early:
+                    bamboo_ds.init_distributed()
+                raise ModuleNotFoundError("No module named 'flash_attn'")
+            return program()
+
+        return run
+
+    results = reshaped.train(job(steps=60), (3, 1), spare=1, around=broken)
+    assert len(results) == 3
+    assert_as(train_one_process(job(steps=60)), results, bound=0.0)
