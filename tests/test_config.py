@@ -66,6 +66,7 @@ class TestTheBambooBlock:
             "job": "bamboo",
             "pipelines": None,
             "min_stages": 1,
+            "reconfigure": "auto",
             "layer_costs": (),
             "redundancy": "fit",
             "activation_swap": "cpu",
@@ -91,8 +92,8 @@ class TestTheBambooBlock:
     def test_an_unknown_key_names_the_nearest_known_one(self) -> None:
         assert message(bamboo_block, {"bamboo": {"redundency": "fit"}}) == (
             'bamboo.redundency: unknown key; did you mean "redundancy"? Known keys: enabled, job, pipelines, '
-            "min_stages, layer_costs, redundancy, activation_swap, seed, timeout_seconds, data, checkpoint, etcd, "
-            "ttl_seconds, fault_injection"
+            "min_stages, reconfigure, layer_costs, redundancy, activation_swap, seed, timeout_seconds, data, "
+            "checkpoint, etcd, ttl_seconds, fault_injection"
         )
 
     def test_unknown_keys_of_inner_objects_name_their_own(self) -> None:

@@ -19,6 +19,7 @@ from bamboo_ds.errors import ConfigError
 
 Redundancy = Literal["fit", "eflb", "lflb", "off"]
 ActivationSwap = Literal["cpu", "none"]
+Reconfigure = Literal["auto", "needed"]
 
 WEEK_SECONDS = 7 * 24 * 3600
 
@@ -63,6 +64,10 @@ class BambooConfig(BaseModel):
 
     min_stages: int = Field(default=1, ge=1)
     """Fewest stages a pipeline may shrink to: what one worker's memory still holds sets it."""
+
+    reconfigure: Reconfigure = "auto"
+    """When the job takes another shape. ``auto``: between two steps, when that pays. ``needed``: only when a step cannot
+    be finished otherwise; with a ``data_iter`` of your own, samples are exact while the shape stays."""
 
     layer_costs: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(default=(), strict=False)
     """Time of forward and backward of each layer, in any unit: stages are cut so that they take equally long. Absent:

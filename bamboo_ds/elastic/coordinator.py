@@ -283,6 +283,8 @@ class Coordinator:
         plan, spec = view.plan, view.spec
         if plan is None or spec is None or not view.left.keys().isdisjoint(plan.workers):
             return PlanDecision(Action.KEEP, "the job ends")
+        if spec.reconfigure == "needed":
+            return PlanDecision(Action.KEEP, "the job keeps its shape as long as it can")
         seen = view.version, plan.number
         if self._advice is None or self._advice[0] != seen:
             cluster = self._cluster(self._bounds(spec), only=view.present)

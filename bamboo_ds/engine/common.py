@@ -23,6 +23,7 @@ class CommonState:
 
     Attributes:
         counters: DeepSpeed's: steps, samples, micro-steps, skipped steps.
+        trained: whether training has begun: who comes later does not load a checkpoint any more.
         evaluations: that were begun.
         micro_batches: M of the global batch.
         position: where training is in the training data: epoch and offset; empty without any.
@@ -32,6 +33,7 @@ class CommonState:
     """
 
     counters: Mapping[str, int]
+    trained: bool
     evaluations: int
     micro_batches: int
     position: Sequence[int] = ()
@@ -50,6 +52,7 @@ class CommonState:
         position = engine.data_position()
         return cls(
             counters={name: getattr(engine, name) for name in _COUNTERS},
+            trained=engine._trained,
             evaluations=engine._evaluations,
             micro_batches=engine._training_micro_batches,
             position=() if position is None else (position.epoch, position.offset),
@@ -62,6 +65,7 @@ class CommonState:
         """Let an engine go on from here. The data follow when it takes its place."""
         for name in _COUNTERS:
             setattr(engine, name, self.counters[name])
+        engine._trained, engine._came_later = self.trained, self.trained and engine._came_late
         engine._evaluations = self.evaluations
         engine._training_micro_batches = self.micro_batches
         engine._position = Position(*self.position) if self.position else None

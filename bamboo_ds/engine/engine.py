@@ -117,7 +117,7 @@ class BambooPipelineEngine(Checkpointing):
         self.failovers, self.reshapes, self._recovering = [], [], None
         self._swap = ActivationSwap(enabled=self.bamboo.activation_swap == "cpu", parameters=self._held_parameters)
         self._decision: Decision | None = None
-        self._evaluations, self._attempt = 0, 0
+        self._evaluations, self._attempt, self._trained = 0, 0, False
         self._training_micro_batches = micro_batches
         self._settled, self._reshape_wanted, self._kept = False, False, {}
         self._missing = set() if self.network is not None else set(self._held_units())
@@ -312,6 +312,7 @@ class BambooPipelineEngine(Checkpointing):
         with self._guarded(), world_of_one(quiet=self.global_rank != 0), untouched_randomness():
             self._adopt_newest()
             self._meet_at_boundary()
+            self._trained = True
             with self._ends_with_the_others():
                 return super().train_batch(data_iter)
 

@@ -84,9 +84,9 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
     refresh_fp32_params = refresh_masters
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-        for parameter in self.masters:
+        """Drop all gradients; not by way of the wrapped optimizer, as DeepSpeed's know other arguments."""
+        stepped = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in (*stepped, *self.masters):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def launched_spec(world: World, plan: Plan, block: BambooConfig, *, num_layers: 
         min_stages=block.min_stages,
         redundancy=block.redundancy,
         launched=plan,
+        reconfigure=block.reconfigure,
     )
 
 
@@ -97,7 +98,7 @@ def refuse_late_settings(spec: JobSpec, block: BambooConfig) -> None:
     Raises:
         ConfigError: names the key.
     """
-    for name in ("min_stages", "redundancy"):
+    for name in ("min_stages", "redundancy", "reconfigure"):
         if getattr(spec, name) != getattr(block, name):
             raise ConfigError(
                 f"bamboo.{name} = {getattr(block, name)!r}, but the plan was made for {getattr(spec, name)!r}: the "
@@ -123,6 +124,7 @@ def _spec(world: World, *, num_stages: int, pipelines: int | None, cut: Cut) -> 
         layer_costs=tuple(map(float, cut.costs or ())),
         layer_bytes=tuple(cut.bytes or ()),
         micro_batches=micro_batches,
+        reconfigure=block.reconfigure,
     )
 
 

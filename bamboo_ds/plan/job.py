@@ -45,6 +45,7 @@ class JobSpec:
         layer_costs: of each layer. They are compared, so all workers must find the same: declare or count them.
         layer_bytes: of each layer. They serve to estimate and are not compared: a device may pad its state.
         micro_batches: M; None while it is unknown.
+        reconfigure: `bamboo.reconfigure`.
     """
 
     publisher: int
@@ -58,6 +59,7 @@ class JobSpec:
     layer_costs: tuple[float, ...] = ()
     layer_bytes: tuple[int, ...] = ()
     micro_batches: int | None = None
+    reconfigure: str = "auto"
 
     @property
     def bounds(self) -> Bounds:
@@ -110,7 +112,7 @@ class JobSettings:
 
 _COMPARED = (
     "num_stages", "num_layers", "pipelines", "min_stages", "redundancy", "launched", "partitions", "layer_costs",
-    "micro_batches",
+    "micro_batches", "reconfigure",
 )  # fmt: skip
 
 

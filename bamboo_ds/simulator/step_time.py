@@ -102,11 +102,11 @@ class StepTimes:
         return self._extras[key]
 
     def _simulated(self, micro_batches: int, owners: Owners) -> float:
-        costs = self.costs(len(owners))
-        orders = worker_orders(
-            len(owners), micro_batches=micro_batches, redundancy=self.redundancy, costs=costs, owners=owners
-        )
-        return simulate(orders, costs, latency_seconds=self.latency_seconds(len(owners))).step_seconds
+        stages, costs = len(owners), self.costs(len(owners))
+        # What fits into idle windows stretches no step: its orders, which are dearer to make, need not be simulated.
+        mode: Redundancy = "off" if self.redundancy == "fit" else self.redundancy
+        orders = worker_orders(stages, micro_batches=micro_batches, redundancy=mode, costs=costs, owners=owners)
+        return simulate(orders, costs, latency_seconds=self.latency_seconds(stages)).step_seconds
 
     def _disturbed(self, micro_batches: int, stages: int, stage: int, share: float) -> float:
         disturbance = disturb(

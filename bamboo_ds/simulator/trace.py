@@ -170,7 +170,7 @@ class Trace:
                 events.append(event)
             else:
                 queue = deque(waiting for waiting in queue if waiting.node != event.node)
-            while queue and len(there) < most:
+            if queue and len(there) < most:  # an event makes room for one at most
                 taken = queue.popleft()
                 there.add(taken.node)
                 events.append(replace(taken, seconds=event.seconds))

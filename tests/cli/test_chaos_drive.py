@@ -97,35 +97,54 @@ def test_a_run_that_stands_still_is_given_up(tmp_path: Path) -> None:
     assert said[-1].startswith("no step for 4 s with 1 nodes: given up")
 
 
-@pytest.mark.slow
-def test_a_small_run_loses_nothing_and_says_so(tmp_path: Path) -> None:
-    trace = [
-        *({"seconds": 0, "event": "add", "node": f"m{number}"} for number in range(4)),
-        {"seconds": 2, "event": "remove", "node": "m1"},
-        {"seconds": 6, "event": "add", "node": "m5"},
-        {"seconds": 10, "event": "remove", "node": "m0"},
-        {"seconds": 10, "event": "remove", "node": "m2"},
-        {"seconds": 14, "event": "add", "node": "m6"},
-        {"seconds": 14, "event": "add", "node": "m7"},
-    ]
-    path, plot = tmp_path / "trace.jsonl", tmp_path / "chaos.png"
-    header = {"trace": "small", "seconds": 18}
-    path.write_text("".join(json.dumps(row) + "\n" for row in [header, *trace]))
-    options = ["--trace", path, "--nodes", 3, "--stages", 2, "--pipelines", 2, "--speedup", 1, "--pace", 1]
-    options += ["--undisturbed-steps", 8, "--plot", plot, "--logs", tmp_path / "logs", "--json"]
+def chaos(folder: Path, events: list[dict[str, Any]], *, seconds: float, **options: object) -> dict[str, Any]:
+    """Run the command on a trace of ours, at its own speed, and return the report, which must be a good one."""
+    path = folder / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"trace": "small", "seconds": seconds}, *events]))
+    given = {"trace": path, "nodes": 3, "stages": 2, "pipelines": 2, "speedup": 1, "pace": 1, "undisturbed-steps": 8}
+    words = [str(word) for name, value in {**given, **options}.items() for word in (f"--{name}", value)]
     done = subprocess.run(
-        [sys.executable, "-m", "bamboo_ds.cli.main", "chaos", *map(str, options)],
+        [sys.executable, "-m", "bamboo_ds.cli.main", "chaos", *words, "--logs", str(folder / "logs"), "--json"],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
-    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.stdout, done.stderr[-3000:]
+    report = dict(json.loads(done.stdout.splitlines()[-1]))
     assert (done.returncode, report["ok"]) == (0, True), (report, done.stderr[-3000:])
+    assert (report["lost_samples"], report["repeated_samples"], report["restarts"]) == (0, 0, 0)
+    assert 0 < report["max_rel_diff"] <= 1e-5
+    return report
+
+
+def rows(change: str, seconds: float, *nodes: str) -> list[dict[str, Any]]:
+    return [{"seconds": seconds, "event": change, "node": node} for node in nodes]
+
+
+@pytest.mark.slow
+def test_a_small_run_loses_nothing_and_says_so(tmp_path: Path) -> None:
+    events = [
+        *rows("add", 0, "m0", "m1", "m2", "m3"),
+        *rows("remove", 2, "m1"),
+        *rows("add", 6, "m5"),
+        *rows("remove", 10, "m0", "m2"),
+        *rows("add", 14, "m6", "m7"),
+    ]
+    plot = tmp_path / "chaos.png"
+    report = chaos(tmp_path, events, seconds=18, plot=plot)
     assert report["removals"] >= 2
     assert report["joins"] >= 2
     assert report["failovers"] + report["reconfigurations"] >= 2
-    assert (report["lost_samples"], report["repeated_samples"], report["restarts"]) == (0, 0, 0)
-    assert 0 < report["max_rel_diff"] <= 1e-5
     assert report["steps"] > 10
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_job_of_which_no_node_is_left_goes_on_from_its_checkpoint_with_the_next(tmp_path: Path) -> None:
+    names = ("m0", "m1", "m2", "m3")
+    events = [*rows("add", 0, *names), *rows("remove", 4, *names), *rows("add", 8, *names)]
+    report = chaos(tmp_path, events, seconds=14)
+    assert report["restores"] == 1
+    assert report["removals"] >= 3
+    assert report["steps"] > 10

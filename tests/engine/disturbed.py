@@ -51,7 +51,7 @@ class Cluster:
         """Train in (stages, pipelines) and return what the survivors left, by worker id."""
         stages, pipelines = shape
         # A pipeline that has lost a worker stays cut as it was.
-        block = {"min_stages": stages, **job.config.get("bamboo", {}), "fault_injection": list(faults)}
+        block = {"reconfigure": "needed", **job.config.get("bamboo", {}), "fault_injection": list(faults)}
         disturbed = replace(job, config={**job.config, "bamboo": block})
         return self.run(
             lambda: target(0, disturbed, stages, redundancy),

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from bamboo_ds.errors import PlanChangedError
 from tests.engine.disturbed import Cluster, Fault, kill
 from tests.engine.test_redundancy import normed
 from tests.engine.test_unusual_models import WithLoss, embedded, first_two, frozen, two
@@ -270,37 +268,7 @@ def test_no_moment_around_the_commit_or_in_an_evaluation_matters(
     assert_undisturbed(cluster.train(JOBS["a tied layer"], (3, 2), lost, target=target), evaluated)
 
 
-# ---- what cannot be failed over ------------------------------------------------------------------------------------
-
-
-def until_aborted(rank: int, job: Training, num_stages: int, redundancy: str) -> tuple[str, bool, int]:
-    """Train until the plan is aborted; return what was said, and whether the weights are those of the last commit."""
-    del rank
-    engine = build_engine(job, num_stages, redundancy)
-    before, committed = held_digests(engine), 0
-    try:
-        for step in range(job.steps):
-            train_step(engine, job, step, Outcome())
-            before, committed = held_digests(engine), step + 1
-    except PlanChangedError as error:
-        return str(error), held_digests(engine) == before, committed
-    return "", False, committed
-
-
-def test_two_neighbours_lost_drop_the_step_at_once(cluster: Cluster) -> None:
-    job = replace(JOBS["running statistics"], micro_batches=6)
-    faults = [kill(0, 1, before=12), kill(0, 2, before=12)]
-    told = cluster.train(job, (4, 1), faults, target=until_aborted)
-    assert len(told) == 2
-    for message, kept, committed in told.values():
-        assert "holds the weights from before step 1" in message
-        assert kept
-        assert committed == 1
-
-
-def test_a_single_stage_has_nobody_to_take_over(cluster: Cluster) -> None:
-    told = cluster.train(JOBS["no clipping"], (1, 2), [kill(0, 0, before=3)], target=until_aborted)
-    assert [(kept, committed) for _, kept, committed in told.values()] == [(True, 1)]
+# ---- a user's iterator ---------------------------------------------------------------------------------------------
 
 
 def iterate(job: Training, engine: Any) -> Iterator[Any]:

@@ -105,6 +105,14 @@ def test_a_loss_before_the_epoch_has_settled_begins_yet_another(kept: bool) -> N
 
 
 @pytest.mark.parametrize("kept", [False, True])
+def test_also_while_a_later_epoch_begins(kept: bool) -> None:
+    slow = replace(SIMPLE, reconfigure_seconds=500.0)
+    trace = story("0 +9", "530 -2", "800 -3", seconds=3000)  # the spare n8 takes a place from about 560 on, until 1060
+    job = played(even(), trace, kept=kept, constants=slow)
+    assert (job.counts[Action.FAILOVER], job.counts[Action.ABORT], job.counts[Action.RECONFIGURE]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("kept", [False, True])
 def test_too_few_nodes_wait_and_keep_their_state(kept: bool) -> None:
     workload = even(pipelines=2, min_stages=4)
     trace = story("0 +8", "100 -0,1,2,3,4", "300 +4", seconds=500)

@@ -14,14 +14,14 @@ from bamboo_ds.plan.cluster import Cluster, Node, Shape
 from bamboo_ds.plan.membership import Cause, Loss
 from bamboo_ds.plan.plan import Plan
 from bamboo_ds.plan.policy import Lost, decide
-from bamboo_ds.plan.reshape import Costs, weigh
+from bamboo_ds.plan.reshape import Costs, aborting_workers, weigh
 from bamboo_ds.simulator.comparison import Comparison
 from bamboo_ds.simulator.constants import Constants
 from bamboo_ds.simulator.kept import KeptFleet
 from bamboo_ds.simulator.market import Market, generate
 from bamboo_ds.simulator.membership import instants
 from bamboo_ds.simulator.models import built_in
-from bamboo_ds.simulator.precedents import Dead, Precedents, owners_of
+from bamboo_ds.simulator.precedents import Dead, Precedents, _danger, owners_of
 from bamboo_ds.simulator.workload import Layer, Workload
 from tests.simulator.markets import bounds_of, even, fleet_of, job_of, names, story
 
@@ -78,6 +78,14 @@ def test_precedents_say_what_the_policy_says(case: tuple[int, int, dict[int, Dea
     expected = weigh(plan, shape=shape, bounds=bounds, costs=costs, workers=live).reshape
     assert precedents.reshape(stages, rows, dead, shape, 20.0) == expected
     assert precedents.reshape(stages, rows, dict(reversed(dead.items())), shape, 20.0) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=worn())
+def test_dead_homes_are_as_dangerous_as_the_policy_finds(case: tuple[int, int, dict[int, Dead], int, int]) -> None:
+    stages, rows, dead, *_ = case
+    aborting = aborting_workers(plan_of(rows, stages, dead, ()), redundancy=True)
+    assert len(aborting) == sum(_danger(homes, stages) for homes in dead.values())
 
 
 @settings(max_examples=100, deadline=None)

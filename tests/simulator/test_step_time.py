@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bamboo_ds.schedule import disturb, simulate, worker_orders
+from bamboo_ds.simulator.constants import Constants
+from bamboo_ds.simulator.models import built_in
 from bamboo_ds.simulator.step_time import StepTimes
 from tests.simulator.markets import SIMPLE, even
 
@@ -21,6 +23,20 @@ def test_a_pipeline_takes_what_its_schedule_takes() -> None:
     assert times.pipeline_seconds(5, WHOLE) == simulate(orders, costs).step_seconds == (5 + 3) * 3
     merged = worker_orders(4, micro_batches=5, redundancy="fit", costs=costs, owners=(0, 0, 2, 3))
     assert times.pipeline_seconds(5, (0, 0, 2, 3)) == simulate(merged, costs).step_seconds > 24
+
+
+@pytest.mark.parametrize("name", ["bert-large", "resnet-152", "alexnet"])
+@pytest.mark.parametrize("zones", [False, True])
+def test_redundant_forwards_that_fit_stretch_no_step(name: str, zones: bool) -> None:
+    times = StepTimes(built_in(name), Constants(), "fit", zones)
+    stages = times.workload.num_stages
+    costs, latency = times.costs(stages), times.latency_seconds(stages)
+    for micro_batches in (4, 17):
+        for dead in ((), (0,), (2,), (1, stages - 2)):
+            owners = tuple((stage - 1) % stages if stage in dead else stage for stage in range(stages))
+            orders = worker_orders(stages, micro_batches=micro_batches, redundancy="fit", costs=costs, owners=owners)
+            real = simulate(orders, costs, latency_seconds=latency).step_seconds
+            assert times.pipeline_seconds(micro_batches, owners) == pytest.approx(real, rel=1e-9)
 
 
 def test_the_largest_share_sets_the_pace() -> None:

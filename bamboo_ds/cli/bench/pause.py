@@ -240,7 +240,7 @@ def job_of(death: Death) -> Job:
 def config_of(death: Death) -> dict[str, Any]:
     """Return the DeepSpeed config of a case."""
     # The steps after the loss are those of the merged pipeline: it is not to be cut anew.
-    block = {"redundancy": death.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS, "min_stages": STAGES}
+    block = {"redundancy": death.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS, "reconfigure": "needed"}
     return {**job_of(death).deepspeed_config(), "bamboo": block}
 
 

@@ -45,8 +45,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     - failovers: plans in which shadows took over.
     - reconfigurations: epochs after the first.
     - restores: of those, how many went on from a checkpoint, as the workers say: they know what they hold.
-    - restarts: workers that were started beyond one for each node that joined, and times that the job began anew: a job
-      of which no node is left is forgotten.
+    - restarts: workers that were started beyond one for each node that joined, and times that the job began anew.
     """
     actions = Counter(event["action"] for event in events if "action" in event)
     kinds = Counter(event["kind"] for event in events)
