@@ -66,7 +66,7 @@ class BambooConfig(BaseModel):
     """Fewest stages a pipeline may shrink to: what one worker's memory still holds sets it."""
 
     reconfigure: Reconfigure = "auto"
-    """When the job takes another shape. ``auto``: between two steps, when that pays. ``needed``: only when a step cannot
+    """When the job takes another shape. ``auto``: between two steps, if that pays. ``needed``: only when a step cannot
     be finished otherwise; with a ``data_iter`` of your own, samples are exact while the shape stays."""
 
     layer_costs: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(default=(), strict=False)
