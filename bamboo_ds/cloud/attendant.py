@@ -142,9 +142,10 @@ class Attendant:
                 books.count(None if keeper is None else keeper.holdings)
                 self._stopped.wait(min(pause, settings.look_seconds))
         finally:
-            if self._stopped.is_set() and (text := books.close()):
-                host.tell("cost", text)
-                host.say(text)
+            if self._stopped.is_set() and (cost := books.close()) is not None:
+                dollars = {"spent": cost.spent, "on_demand": cost.on_demand}
+                host.tell("cost", cost.text, **dollars, samples_per_dollar=cost.samples_per_dollar)
+                host.say(cost.text)
 
     def _publish(self, lease: Lease) -> None:
         """Write under a lease what is known of this node."""

@@ -65,16 +65,16 @@ class Bookkeeper:
             cost = replace(cost, final=False)  # the job has begun anew
         return self._write(cost)
 
-    def close(self) -> str:
-        """Count for the last time; return the count for people if the job is over and nobody has told it yet."""
+    def close(self) -> Cost | None:
+        """Count for the last time; return the count if it is to be told: the job is over and nobody has told it yet."""
         try:
             cost = self.count(self._holdings)
             if cost.final or not self._over():
-                return ""
+                return None
             self._write(replace(cost, final=True))
         except StoreError:
-            return ""
-        return cost.text if cost.unpriced_seconds < cost.node_seconds else ""
+            return None
+        return cost if cost.unpriced_seconds < cost.node_seconds else None
 
     def _before(self) -> Cost | None:
         entry = self._store.get(fleet_keys.COST)

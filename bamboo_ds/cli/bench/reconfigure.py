@@ -31,7 +31,6 @@ from bamboo_ds.cli.bench.workers import run_workers, values, warm_up
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config.source import CONFIG_VARIABLE
 from bamboo_ds.elastic import keys
-from bamboo_ds.world.joining import joined
 
 LAYERS, WIDTH, QUICK_WIDTH = 16, 1024, 256
 MICRO_BATCHES, ROWS, STEPS = 4, 1, 7
@@ -238,6 +237,8 @@ def _note_epochs(told: Moved, *, unit_bytes: int) -> None:
 
 def _await_all(change: Change) -> None:
     """Wait until all nodes are ready, so that those that join do so at once."""
+    from bamboo_ds.world.joining import joined
+
     member, wanted = joined(), change.before[0] * change.before[1] + change.spare
     deadline = time.monotonic() + CASE_SECONDS
     while member is not None and len(member.store.list(keys.READY).entries) < wanted and time.monotonic() < deadline:
