@@ -143,8 +143,8 @@ class Attendant:
                 self._stopped.wait(min(pause, settings.look_seconds))
         finally:
             if self._stopped.is_set() and (cost := books.close()) is not None:
-                dollars = {"spent": cost.spent, "on_demand": cost.on_demand}
-                host.tell("cost", cost.text, **dollars, samples_per_dollar=cost.samples_per_dollar)
+                samples = cost.samples_per_dollar
+                host.tell("cost", cost.text, spent=cost.spent, on_demand=cost.on_demand, samples_per_dollar=samples)
                 host.say(cost.text)
 
     def _publish(self, lease: Lease) -> None:

@@ -60,8 +60,8 @@ def test_records_come_back_bit_by_bit(record: Any) -> None:
         (
             replace(SPEC, pipelines=None),
             b'{"launched":null,"layer_bytes":[],"layer_costs":[],"micro_batches":null,"min_stages":2,"num_layers":10,'
-            b'"num_stages":4,"partitions":{},"pipelines":null,"publisher":0,"record":"job_spec","redundancy":"fit",'
-            b'"schema":1}',
+            b'"num_stages":4,"partitions":{},"pipelines":null,"publisher":0,"reconfigure":"auto","record":"job_spec",'
+            b'"redundancy":"fit","schema":1}',
         ),
         (
             JobSettings(3, {"a.b": "1"}),
