@@ -41,6 +41,7 @@ def network(world: Any, *, timeout_seconds: float = 20.0) -> Network:
     stages = range(world.member.current().num_stages)
     return Network(
         world.member,
+        plan=world.member.current(),
         backing=world.store,
         instance=0,
         reductions={f"stage-{stage}": frozenset({stage}) for stage in stages},
