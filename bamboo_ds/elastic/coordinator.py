@@ -288,8 +288,13 @@ class Coordinator:
         seen = view.version, plan.number
         if self._advice is None or self._advice[0] != seen:
             cluster = self._cluster(self._bounds(spec), only=view.present)
-            self._advice = seen, decide(cluster, plan, Boundary(costs=self._costs()))
+            self._advice = seen, decide(cluster, plan, Boundary(costs=self._costs(), leaving=self._leaving()))
         return self._advice[1]
+
+    def _leaving(self) -> frozenset[int]:
+        """Return the workers whose node has been told that it will be taken away."""
+        view = self._view
+        return frozenset(worker for worker, node in view.registered.items() if node in view.leaving)
 
     def _costs(self) -> Costs:
         return Costs(step_seconds=self._commits.step_seconds)

@@ -22,6 +22,7 @@ desk/ended/<worker>                                       its agent             
 desk/left/<worker>                                        the worker              its script has ended in order
 desk/suspects/<epoch>.<version>/<reporter>-<suspect>      a worker                LinkReport
 desk/answers/<worker>                                     the worker              the number of the roll it answers
+desk/leaving/<node>                                       its agent, under lease  JSON: its cloud will take it away
 desk/votes/<engine>/<number>/<epoch>.<version>/<pipeline> a pipeline's spokesman  Ballot
 coordinator/<lease>                                       agents, under lease     name of the node
 workers                                                   agents                  counter: next worker id

@@ -215,6 +215,8 @@ class View:
         self.ended: dict[int, bytes] = {}
         self.left: dict[int, bytes] = {}
         self.answers: dict[int, bytes] = {}
+        self.leaving: set[str] = set()
+        """Names of nodes that have been told that they will be taken away (`desk/leaving/<node>`)."""
         self.suspects: dict[str, dict[str, Report]] = {}
         self.boxes: dict[tuple[int, int], Box] = {}
         self._board: dict[str, tuple[bytes, int]] = {}
@@ -260,6 +262,8 @@ class View:
             self._take_node(name, value)
         elif topic == "suspects":
             self._take_report(name, value, revision)
+        elif topic == "leaving":
+            (self.leaving.discard if value is None else self.leaving.add)(name)
         elif topic in ("ready", "ended", "left", "answers"):
             self._take_worker(topic, int(name), value)
 

@@ -68,9 +68,11 @@ class Boundary:
 
     Attributes:
         costs: of a new epoch, for a plan that could go on.
+        leaving: workers whose node will be taken away: they live, and get no new work.
     """
 
     costs: Costs = field(default_factory=Costs)
+    leaving: frozenset[int] = frozenset()
 
 
 Event = Joined | Launched | Lost | Boundary
@@ -129,7 +131,7 @@ def decide(cluster: Cluster, plan: Plan | None, event: Event) -> PlanDecision:
     if isinstance(event, Lost):
         return _lose(cluster, plan, event)
     if isinstance(event, Boundary):
-        return _restart(cluster, plan) if plan.aborted else _reshape(cluster, plan, event.costs)
+        return _restart(cluster, plan) if plan.aborted else _reshape(cluster, plan, event)
     return PlanDecision(Action.KEEP, f"the plan {_number(plan)} stands")
 
 
@@ -192,19 +194,27 @@ def _lose(cluster: Cluster, plan: Plan, event: Lost) -> PlanDecision:
     return PlanDecision(Action.ABORT if after.aborted else Action.FAILOVER, reason, after)
 
 
-def _reshape(cluster: Cluster, plan: Plan, costs: Costs) -> PlanDecision:
+def _reshape(cluster: Cluster, plan: Plan, event: Boundary) -> PlanDecision:
     """Decide whether a plan that could go on is replaced, now that a step has committed."""
     bounds, live = cluster.bounds, cluster.live(plan.dead)
     missing = sorted(set(plan.workers) - {worker.id for worker in live})
     if missing:
         return PlanDecision(Action.KEEP, f"worker(s) {_listed(missing)} are not there any more: that is decided first")
-    shape = bounds.shape(len(live))
+    staying = tuple(worker for worker in live if worker.id not in event.leaving)
+    warned = sorted(event.leaving.intersection(plan.workers))
+    present = Shape(plan.num_stages, plan.num_pipelines)
+    if warned and bounds.shape(len(staying)) == present:
+        # Standbys can take all of it, from workers that still live: nothing is lost and nothing computed again.
+        cause = f"the node(s) of worker(s) {_listed(warned)} will be taken away, and standbys take their place"
+        return _next_epoch(cluster, plan, shape=present, cause=cause, workers=staying)
+    usable = tuple(worker for worker in live if worker.id not in event.leaving or worker.id in warned)
+    shape = bounds.shape(len(usable))
     if shape is None:
-        return PlanDecision(Action.KEEP, f"the plan {_number(plan)} goes on: {_too_few(bounds, live)}")
-    judgement = weigh(plan, shape=shape, bounds=bounds, costs=costs, workers=len(live))
+        return PlanDecision(Action.KEEP, f"the plan {_number(plan)} goes on: {_too_few(bounds, usable)}")
+    judgement = weigh(plan, shape=shape, bounds=bounds, costs=event.costs, workers=len(usable))
     if not judgement.reshape:
         return PlanDecision(Action.KEEP, judgement.reason)
-    return _next_epoch(cluster, plan, shape=shape, cause=judgement.reason)
+    return _next_epoch(cluster, plan, shape=shape, cause=judgement.reason, workers=usable)
 
 
 def _restart(cluster: Cluster, plan: Plan) -> PlanDecision:
@@ -216,14 +226,20 @@ def _restart(cluster: Cluster, plan: Plan) -> PlanDecision:
     return _next_epoch(cluster, plan, shape=shape, cause=f"the plan {_number(plan)} was aborted ({plan.cause})")
 
 
-def _next_epoch(cluster: Cluster, plan: Plan, *, shape: Shape, cause: str) -> PlanDecision:
-    """Return the plan of a shape that moves least, and whether its layers are all there."""
+def _next_epoch(
+    cluster: Cluster, plan: Plan, *, shape: Shape, cause: str, workers: tuple[Worker, ...] | None = None
+) -> PlanDecision:
+    """Return the plan of a shape that moves least, of some workers or of all, and whether its layers are all there."""
     bounds, live = cluster.bounds, cluster.live(plan.dead)
     unheld = unheld_stages(plan, alive=(worker.id for worker in live), redundancy=bounds.redundancy)
     if unheld:
         cause += f"; nobody alive holds stage(s) {_listed(unheld)}"
     after = Plan(
-        owners=arrange(live, shape=shape, keep=moving(plan, num_stages=shape.num_stages, bounds=bounds)),
+        owners=arrange(
+            live if workers is None else workers,
+            shape=shape,
+            keep=moving(plan, num_stages=shape.num_stages, bounds=bounds),
+        ),
         epoch=plan.epoch + 1,
         # Whoever had a stage and is not there any more must not come back with it.
         dead=plan.dead.union(plan.workers) - {worker.id for worker in live},

@@ -29,7 +29,8 @@ def network(rank: int, *, workers: int = 2, timeout_seconds: float = 10.0, check
     world = init_distributed(30.0)
     source = StaticPlanSource(static_plan(world_size=workers, num_stages=workers), worker=rank)
     return Network(
-        source, plan=source.current(), backing=world.store, instance=0, reductions={"all": frozenset(range(workers))}, redundancy=False,
+        source, plan=source.current(), backing=world.store, instance=0,
+        reductions={"all": frozenset(range(workers))}, redundancy=False,
         timeout_seconds=timeout_seconds, alarm=check,
     )  # fmt: skip
 
