@@ -120,6 +120,7 @@ def kill_one_of_two(path: str, first: int, dice: random.Random) -> tuple[int, in
     return max(one["begun"] for one in last), last[0]["finished"]
 
 
+@pytest.mark.sample(0)
 @pytest.mark.slow
 def test_the_death_of_one_of_several_writers_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     dice, path, next_step, newest = random.Random(1), str(tmp_path / "place"), 1, 0

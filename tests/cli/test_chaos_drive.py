@@ -140,6 +140,7 @@ def test_a_small_run_loses_nothing_and_says_so(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.sample(0)
 @pytest.mark.slow
 def test_a_job_of_which_no_node_is_left_goes_on_from_its_checkpoint_with_the_next(tmp_path: Path) -> None:
     names = ("m0", "m1", "m2", "m3")

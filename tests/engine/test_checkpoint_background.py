@@ -231,7 +231,13 @@ def test_a_job_that_is_killed_again_and_again_goes_on_from_the_newest_whole_chec
 
 @pytest.mark.slow
 def test_in_a_cluster_the_survivors_write_the_next_ones(cluster: Cluster, workers: Run, tmp_path: Path) -> None:
-    job = periodic(replace(JOBS["Adam"], config={}), tmp_path, interval_steps=1, keep=100)
+    swift = replace(JOBS["Adam"], config={})
+
+    def batch(step: int, micro_batch: int) -> Any:
+        time.sleep(0.05)  # steps that are faster than a write begin no checkpoint
+        return swift.batch(step, micro_batch)
+
+    job = periodic(replace(swift, batch=batch), tmp_path, interval_steps=1, keep=100)
     survivors = cluster.train(job, (2, 2), [kill(1, 1, before=4, step=3)], target=train_all)
     whole = find(open_storage(str(tmp_path))).whole
     assert whole[0].step >= 5

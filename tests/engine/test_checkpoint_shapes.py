@@ -39,6 +39,7 @@ def runs(workers: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return run
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @pytest.mark.parametrize("name", JOBS)
 def test_it_goes_on_in_any_shape(workers: Run, runs: Any, name: str, shape: tuple[int, int]) -> None:

@@ -130,7 +130,7 @@ def test_a_cluster_trains_as_one_process_does(cluster: Cluster) -> None:
     assert_equals_one_process(list(cluster.train(job, (3, 1)).values()), train_one_process(job), exact=True)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize(
     ("shape", "redundancy", "faults"),
@@ -154,7 +154,7 @@ def moments() -> list[tuple[int, int, str]]:
     return random.Random(7).sample(every, 24)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("stage", "before", "redundancy"), moments())
 def test_the_moment_does_not_matter(cluster: Cluster, stage: int, before: int, redundancy: str) -> None:
     name = "dropout, clipping and Adam"
@@ -258,7 +258,7 @@ def evaluated(cluster: Cluster) -> Mapping[int, Outcome]:
     return cluster.train(JOBS["a tied layer"], (3, 2), target=dying("never", -1, -1))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_no_moment_around_the_commit_or_in_an_evaluation_matters(

@@ -57,7 +57,7 @@ def dying_in_epoch(epoch: int, victims: dict[int, float], program: Callable[[], 
     return run
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(100))
 def test_a_death_during_a_reshape_leads_to_another(reshaped: ReshapedCluster, expected: Outcome, seed: int) -> None:
     draw = random.Random(seed)
@@ -71,7 +71,7 @@ def test_a_death_during_a_reshape_leads_to_another(reshaped: ReshapedCluster, ex
     assert_copies_equal(results)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(100))
 def test_a_death_of_one_that_joins_costs_the_others_nothing(
     reshaped: ReshapedCluster, expected: Outcome, seed: int

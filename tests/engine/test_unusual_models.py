@@ -126,7 +126,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_equals_one_process(workers: Run, name: str, shape: tuple[int, int]) -> None:

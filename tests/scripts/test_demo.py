@@ -186,6 +186,7 @@ def is_open(address: str) -> bool:
     return False
 
 
+@pytest.mark.sample(0)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_go_and_come_and_nothing_is_lost_and_nothing_is_left(start: Callable[..., Demo]) -> None:
