@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import json
 import os
 import sys
 from collections import Counter
@@ -51,6 +52,11 @@ def load_deepspeed_config(
     if source is None:
         raise ConfigError("no DeepSpeed config: pass --deepspeed_config FILE or initialize(config=...)")
     return _load(source)
+
+
+def encoded(config: Mapping[str, Any]) -> str:
+    """Return a config in the form in which DeepSpeed takes it in place of a file: JSON in base64."""
+    return base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
 
 
 def early_config() -> dict[str, Any] | None:

@@ -8,34 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
-from bamboo_ds.checkpoint import Manifest, SavedUnit, UnitState, newest_but, open_storage
+from bamboo_ds.checkpoint import Manifest, SavedUnit, newest_but, open_storage
 from bamboo_ds.engine.checkpoint_loading import CheckpointLoading, manifest_of
-from bamboo_ds.engine.common import CommonState
+from bamboo_ds.engine.common import CommonState, Restored
 from bamboo_ds.engine.gradients import Unit
-from bamboo_ds.engine.parameters import GroupOf
 from bamboo_ds.engine.saved_units import groups_of_saved, whole_state
 from bamboo_ds.errors import StateLostError
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What a worker has read of a checkpoint, to go on from there.
-
-    Attributes:
-        tag: of the checkpoint.
-        step: optimizer steps committed.
-        states: of the units that were asked for, by name.
-        groups: where their parameters stood in an optimizer, by the name that all workers share.
-        common: counters, schedules and settings.
-    """
-
-    tag: str
-    step: int
-    states: Mapping[str, UnitState]
-    groups: Mapping[str, GroupOf]
-    common: CommonState
 
 
 class Checkpointing(CheckpointLoading):

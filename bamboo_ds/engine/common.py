@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from bamboo_ds.checkpoint import UnitState
 from bamboo_ds.checkpoint.plain import from_plain, to_plain
-from bamboo_ds.engine.parameters import adopt_settings, settings_of
+from bamboo_ds.engine.parameters import GroupOf, adopt_settings, settings_of
 from bamboo_ds.engine.precision import MixedPrecisionOptimizer
 from bamboo_ds.engine.sampler import Position
 
@@ -74,6 +75,25 @@ class CommonState:
             engine.lr_scheduler.load_state_dict(from_plain(self.scheduler))
         if self.scaler is not None:
             vars(_scaler_of(engine)).update(from_plain(self.scaler))
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a worker has read of a checkpoint, to go on from there.
+
+    Attributes:
+        tag: of the checkpoint.
+        step: optimizer steps committed.
+        states: of the units that were asked for, by name.
+        groups: where their parameters stood in an optimizer, by the name that all workers share.
+        common: counters, schedules and settings.
+    """
+
+    tag: str
+    step: int
+    states: Mapping[str, UnitState]
+    groups: Mapping[str, GroupOf]
+    common: CommonState
 
 
 def _scheduler_state(engine: BambooPipelineEngine) -> Any:

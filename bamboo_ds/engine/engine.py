@@ -284,7 +284,6 @@ class BambooPipelineEngine(Checkpointing):
             )
         if self.training_data is not None:
             self._data.check(batch=train_batch_size)
-        self._config.train_batch_size, self._config.gradient_accumulation_steps = train_batch_size, micro_batches
         self._take_share(micro_batches)
         self._set_training_data(self.training_data)
 

@@ -57,9 +57,7 @@ def with_redundant(
     Raises:
         ConfigError: a parameter is none of this stage's.
     """
-    client = isinstance(optimizer, torch.optim.Optimizer)
-    groups = optimizer.param_groups if client else as_groups(model_parameters, module)
-    _refuse_strangers(groups, module)
+    groups, client = _given(module, model_parameters, optimizer)
     told = {
         row["worker"]: row for row in map(json.loads, world.gather_bytes(json.dumps(_tell(module, groups)).encode()))
     }
@@ -74,10 +72,16 @@ def without_redundant(
 
     See `with_redundant`.
     """
+    groups, client = _given(module, model_parameters, optimizer)
+    return _constructible(groups, client=client), Places(own_groups=len(groups))
+
+
+def _given(module: BambooPipelineModule, model_parameters: Any, optimizer: Any) -> tuple[Groups, bool]:
+    """Return the user's groups, and whether they are those of a client optimizer."""
     client = isinstance(optimizer, torch.optim.Optimizer)
     groups = optimizer.param_groups if client else as_groups(model_parameters, module)
     _refuse_strangers(groups, module)
-    return _constructible(groups, client=client), Places(own_groups=len(groups))
+    return groups, client
 
 
 def _constructible(groups: Groups, *, client: bool) -> list[Any]:

@@ -15,14 +15,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from bamboo_ds.checkpoint import UnitState
 from bamboo_ds.comm import Network, Parcel
-from bamboo_ds.engine.common import CommonState
+from bamboo_ds.engine.common import CommonState, Restored
 from bamboo_ds.engine.failover import Failover, Work
 from bamboo_ds.engine.gradients import Unit, units_of
 from bamboo_ds.engine.parameters import GroupOf, Places, groups_of, regroup
@@ -30,9 +30,6 @@ from bamboo_ds.engine.unit_state import copy_to_host, put, take
 from bamboo_ds.plan import Plan
 from bamboo_ds.plan.shipment import Shipping, Stock, ship
 from bamboo_ds.world import local_device
-
-if TYPE_CHECKING:
-    from bamboo_ds.engine.checkpointing import Restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +129,15 @@ class Reshaping(Failover):
         self.network = self._connect(plan, self._stock_row(units))
         started = time.monotonic()
         shipping, common = self._take_stock()
-        received = self._restore(units, shipping.lost) if shipping.lost else self._carry(shipping)
-        travelled = time.monotonic()
-        if not shipping.lost:
+        if shipping.lost:
+            received = self._restore(units, shipping.lost)
+        else:
+            received = self._carry(shipping)
             self._catch_up(shipping, common)
+        travelled = time.monotonic()
         self._fill(units, received)
         self._take_place(plan)
-        self._settle(units)
+        self._settle()
         moved = [one for one in shipping.shipments if self._source.worker in (one.source, one.target)]
         self._report_epoch(
             ReshapeReport(
@@ -263,7 +262,7 @@ class Reshaping(Failover):
                 put(unit, self.optimizer, found[name].state, given=name in received)
             self._missing.discard(name)
 
-    def _settle(self, units: Mapping[str, Unit]) -> None:
+    def _settle(self) -> None:
         """Say that this worker has everything, and wait until all have."""
         self._committer.follow(self.network)
         if self._source.elastic:

@@ -147,21 +147,10 @@ def declared_costs(num_layers: int) -> tuple[float, ...]:
     Raises:
         ConfigError: there is not one for each layer.
     """
-    block = bamboo_block(early_config() or {}) or BambooConfig()
-    check_costs(block, num_layers)
-    return block.layer_costs
-
-
-def check_costs(block: BambooConfig, num_layers: int) -> None:
-    """Check that there is a cost for each layer, or none at all.
-
-    Raises:
-        ConfigError: there is not.
-    """
-    if block.layer_costs and len(block.layer_costs) != num_layers:
-        raise ConfigError(
-            f"bamboo.layer_costs has {len(block.layer_costs)} entries for {num_layers} layers: give one for each"
-        )
+    costs = (bamboo_block(early_config() or {}) or BambooConfig()).layer_costs
+    if costs and len(costs) != num_layers:
+        raise ConfigError(f"bamboo.layer_costs has {len(costs)} entries for {num_layers} layers: give one for each")
+    return costs
 
 
 def _micro_batches(config: dict[str, object] | None) -> int | None:

@@ -14,7 +14,7 @@ from bamboo_ds.elastic.events import read_events
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.plan import static_plan
 from bamboo_ds.plan.codec import encode
-from bamboo_ds.plan.commit import Ballot, Outcome, settle
+from bamboo_ds.plan.commit import Ballot, Decision, Outcome, settle
 from bamboo_ds.plan.job import JobSettings
 from bamboo_ds.plan.plan import NOBODY
 from bamboo_ds.plan.roster import StartRule
@@ -363,6 +363,14 @@ def test_a_failure_that_was_written_before_its_node_forgot_the_worker_ends_the_j
 # ---- after an abort --------------------------------------------------------------------------------------------------
 
 
+def decided(job: Job, commit: int) -> Decision:
+    """Return the decision of a commit that is decided."""
+    outcome = job.outcome(commit)
+    assert outcome is not None
+    assert outcome.decision is not None
+    return outcome.decision
+
+
 def test_a_loss_before_the_first_decision_of_an_epoch_aborts_it_as_shadows_may_lack_layers() -> None:
     job, chair = eight(settled=False)
     job.end(2)
@@ -390,18 +398,12 @@ def test_a_node_that_joins_is_waited_for_at_a_boundary_and_gets_its_place_there(
     chair.run()
     job.vote(1, 0, 1)
     chair.run()
-    outcome = job.outcome(1)
-    assert outcome is not None
-    assert outcome.decision is not None
-    assert not outcome.decision.reshape, "seven workers are as fast merged as four that are whole"
+    assert not decided(job, 1).reshape, "seven workers are as fast merged as four that are whole"
     job.join("n8", 8)
     chair.run()
     job.vote(2, 0, 1)
     chair.run()
-    outcome = job.outcome(2)
-    assert outcome is not None
-    assert outcome.decision is not None
-    assert outcome.decision.reshape
+    assert decided(job, 2).reshape
     assert job.plan.number == (0, 1), "whoever joins knows nothing of what scripts do after a step"
     job.meet(3, 0)
     assert chair.run() == []
@@ -436,10 +438,7 @@ def test_no_pipeline_gets_a_place_without_work() -> None:
     job.join("n8", *range(8, 12))
     job.vote(0, 0, 1)
     chair.run()
-    outcome = job.outcome(0)
-    assert outcome is not None
-    assert outcome.decision is not None
-    assert not outcome.decision.reshape, "M = 2 is work for two pipelines"
+    assert not decided(job, 0).reshape, "M = 2 is work for two pipelines"
 
 
 def test_a_script_with_two_engines_keeps_its_shape() -> None:
@@ -452,10 +451,7 @@ def test_a_script_with_two_engines_keeps_its_shape() -> None:
     job.vote(1, 0, 1, engine=1)
     job.vote(1, 0, 1)
     chair.run()
-    outcome = job.outcome(1)
-    assert outcome is not None
-    assert outcome.decision is not None
-    assert not outcome.decision.reshape
+    assert not decided(job, 1).reshape
 
 
 def test_an_aborted_plan_is_followed_by_a_new_epoch_of_the_survivors() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config import EtcdConfig
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from tests.engine.training import Outcome, Training, train
 
 Fault = dict[str, Any]
@@ -23,9 +21,9 @@ def kill(pipeline: int, stage: int, *, before: int, step: int = 1) -> Fault:
     return {"how": "kill", "step": step, "pipeline": pipeline, "stage": stage, "instruction": before}
 
 
-def encoded(config: dict[str, Any]) -> str:
-    """Return a config in the form in which DeepSpeed takes it in place of a file."""
-    return base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+def logs(folder: Path) -> str:
+    """Return the end of each log below a folder."""
+    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.rglob("*.log")))
 
 
 class Cluster:
@@ -77,10 +75,7 @@ class Cluster:
         with cluster:
             code = cluster.wait(LONGEST_SECONDS)
             results = cluster.results()
-        logs = "\n".join(
-            path.read_text(errors="replace")[-2000:]
-            for path in sorted(self._folder.rglob(f"run-{self._runs}/**/*.log"))
-        )
-        assert code == 0, f"the job ended with {code}:\n{logs}"
-        assert len(results) == workers - lost, f"{len(results)} survivors, expected {workers - lost}:\n{logs}"
+        told = logs(self._folder / f"run-{self._runs}")
+        assert code == 0, f"the job ended with {code}:\n{told}"
+        assert len(results) == workers - lost, f"{len(results)} survivors, expected {workers - lost}:\n{told}"
         return results

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from bamboo_ds.cli.local import LocalCluster
-from bamboo_ds.config.source import CONFIG_VARIABLE
-from tests.engine.disturbed import Fault, encoded
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
+from tests.engine.disturbed import Fault, logs
 from tests.engine.training import (
     Outcome,
     Training,
@@ -148,10 +148,6 @@ class ReshapedCluster:
             code, results = cluster.wait(LONGEST_SECONDS), cluster.results()
         assert code == 0, f"the job ended with {code}:\n{logs(folder)}"
         return results
-
-
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.rglob("*.log")))
 
 
 def undisturbed(results: Mapping[int, Reshaped]) -> Outcome:

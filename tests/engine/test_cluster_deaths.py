@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bamboo_ds.cli.local import LocalCluster
-from bamboo_ds.config.source import CONFIG_VARIABLE
-from tests.engine.disturbed import Cluster, encoded
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
+from tests.engine.disturbed import Cluster, logs
 from tests.engine.test_failover import JOBS, assert_undisturbed, reference
 from tests.engine.training import Outcome, Training, build_engine, own_weights, train_step
 
@@ -50,10 +50,6 @@ def await_marks(folder: Path, step: int) -> None:
     while not all((folder / f"{worker}-{step}").exists() for worker in range(3)):
         assert time.monotonic() < deadline, f"step {step} did not begin"
         time.sleep(0.005)
-
-
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.rglob("*.log")))
 
 
 def plans(folder: Path) -> list[str]:

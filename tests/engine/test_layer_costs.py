@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from bamboo_ds.cli.bench.workers import WorkerResult, values
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from bamboo_ds.errors import ConfigError
-from tests.engine.disturbed import encoded
 from tests.engine.training import Training, build_engine, train, train_one_process
 from tests.engine.zoo import blocks, vectors
 

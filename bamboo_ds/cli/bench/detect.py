@@ -11,7 +11,6 @@ Last, a job trains on cores that busy loops keep loaded. Nobody dies there, and 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -31,11 +30,11 @@ from typing import Any, Literal, NoReturn, TypeVar
 import typer
 
 from bamboo_ds.cli.bench.job import Job, gpt_job
-from bamboo_ds.cli.bench.report import JSON_OPTION, finish, progress, table
+from bamboo_ds.cli.bench.report import JSON_OPTION, finish, progress, table, tails
 from bamboo_ds.cli.bench.workers import warm_up
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config import EtcdConfig
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from bamboo_ds.elastic import forking
 from bamboo_ds.elastic.agent import FAILED
 from bamboo_ds.elastic.membership import Membership
@@ -347,7 +346,7 @@ class DetectBench:
             log_folder=folder / "logs",
             echo=False,
             namespaces=apart,
-            environment={CONFIG_VARIABLE: _config_text()},
+            environment={CONFIG_VARIABLE: encoded(config_of(_job()))},
         )
         with contextlib.ExitStack() as running:
             with _stderr_to(folder / "agents.log"):
@@ -465,25 +464,12 @@ def _steps(folder: Path) -> int:
     return min((path.stat().st_size for path in folder.glob("steps-*")), default=0)
 
 
-def tails(folder: Path, *, lines: int = 12) -> str:
-    """Return the end of what the agents and each worker have written."""
-    return "\n".join(
-        f"{path.name}: " + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-        for path in sorted(folder.rglob("*.log"))
-    )
-
-
 # ---- the workers' side ---------------------------------------------------------------------------------------------
 
 
 def config_of(job: Job) -> dict[str, Any]:
     """Return the DeepSpeed config of a job."""
     return {**job.deepspeed_config(), "bamboo": {"seed": job.seed, "timeout_seconds": BEGIN_SECONDS}}
-
-
-def _config_text() -> str:
-    """Return the config in the form in which DeepSpeed takes it in place of a file: base64."""
-    return base64.urlsafe_b64encode(json.dumps(config_of(_job())).encode()).decode()
 
 
 def _job() -> Job:

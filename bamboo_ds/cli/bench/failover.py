@@ -8,7 +8,6 @@ of the undisturbed run and hold its final weights, bit by bit.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -27,11 +26,11 @@ import typer
 
 from bamboo_ds.cli.bench.bamboo import digest, held_layers
 from bamboo_ds.cli.bench.job import Job, gpt_job
-from bamboo_ds.cli.bench.report import JSON_OPTION, finish, progress, table
+from bamboo_ds.cli.bench.report import JSON_OPTION, finish, progress, table, tails
 from bamboo_ds.cli.bench.workers import warm_up
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config import EtcdConfig
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
@@ -205,7 +204,7 @@ class FailoverBench:
             log_folder=folder / "logs",
             echo=False,
             namespaces=apart,
-            environment={CONFIG_VARIABLE: config_text(case)},
+            environment={CONFIG_VARIABLE: encoded(config_of(case))},
         )
         with cluster:
             expected = workers - (case.how != "none")
@@ -280,11 +279,6 @@ def config_of(case: Case) -> dict[str, Any]:
     return {**job_of(case).deepspeed_config(), "bamboo": block}
 
 
-def config_text(case: Case) -> str:
-    """Return the config in the form in which DeepSpeed takes it in place of a file: base64."""
-    return base64.urlsafe_b64encode(json.dumps(config_of(case)).encode()).decode()
-
-
 def train(case: Case, folder: Path) -> None:
     """Train as one worker, and write down what a survivor knows."""
     import bamboo_ds
@@ -348,11 +342,3 @@ def compare(survivors: dict[int, Survivor], expected: dict[int, Survivor], case:
         return Verdict("wrong", f"nobody holds layers {sorted(weights.keys() - held)}")
     failovers = sum(one.failovers > 0 for one in survivors.values())
     return Verdict("equal", failovers=int(failovers > 0))
-
-
-def tails(folder: Path, *, lines: int = 12) -> str:
-    """Return the end of each worker's log, and what the nodes have seen last."""
-    return "\n".join(
-        f"{path.name}: " + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-        for path in [*sorted(folder.rglob("worker-*.log")), *sorted(folder.rglob("events.jsonl"))[:2]]
-    )

@@ -16,8 +16,6 @@ After the disturbed step the merged pipeline is held against the simulation of t
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import signal
 import statistics
@@ -29,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from bamboo_ds.cli.bench.job import Job, paced_job
-from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, progress, rounded, table
+from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, progress, rounded, table, tails
 from bamboo_ds.cli.bench.workers import warm_up
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config import EtcdConfig
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from bamboo_ds.schedule.costs import StageCosts
 from bamboo_ds.schedule.disturbance import disturb, worker_words
 from bamboo_ds.schedule.timing import simulate
@@ -158,7 +156,6 @@ class PauseBench:
         self._jobs += 1
         folder = self._folder / f"case-{self._jobs}"
         folder.mkdir()
-        text = base64.urlsafe_b64encode(json.dumps(config_of(death)).encode()).decode()
         cluster = LocalCluster(
             lambda: train(death, folder),
             nodes=1,
@@ -168,14 +165,13 @@ class PauseBench:
             ttl_seconds=3.0,
             log_folder=folder / "logs",
             echo=False,
-            environment={CONFIG_VARIABLE: text},
+            environment={CONFIG_VARIABLE: encoded(config_of(death))},
         )
         with cluster:
             code = cluster.wait(CASE_SECONDS)
             told = [Told(**fields) for fields in cluster.results().values()]
         if code != 0 or len(told) != STAGES - 1:
-            logs = "\n".join(path.read_text(errors="replace")[-1000:] for path in sorted(folder.rglob("*.log")))
-            raise RuntimeError(f"{death}: the job ended with {code} and {len(told)} survivors\n{logs}")
+            raise RuntimeError(f"{death}: the job ended with {code} and {len(told)} survivors\n{tails(folder)}")
         return figures(death, told, killed=float((folder / "killed").read_text()))
 
 

@@ -14,8 +14,6 @@ make it whole and give it a second. Of each new epoch is told:
 
 from __future__ import annotations
 
-import base64
-import json
 import statistics
 import tempfile
 import time
@@ -26,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from bamboo_ds.cli.bench.job import Job
-from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, progress, rounded, table
+from bamboo_ds.cli.bench.report import JSON_OPTION, QUICK_OPTION, finish, progress, rounded, table, tails
 from bamboo_ds.cli.bench.workers import run_workers, values, warm_up
 from bamboo_ds.cli.local import LocalCluster
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from bamboo_ds.elastic import keys
 
 LAYERS, WIDTH, QUICK_WIDTH = 16, 1024, 256
@@ -146,7 +144,6 @@ def measure(change: Change, *, width: int) -> list[Moved]:
         RuntimeError: the job did not end in order.
     """
     stages, pipelines = change.before
-    config = json.dumps(config_of(change, width)).encode()
     with tempfile.TemporaryDirectory(prefix="bamboo-reconfigure-") as folder:
         cluster = LocalCluster(
             lambda: train(change, width),
@@ -155,13 +152,12 @@ def measure(change: Change, *, width: int) -> list[Moved]:
             job="reconfigure",
             log_folder=Path(folder) / "logs",
             echo=False,
-            environment={CONFIG_VARIABLE: base64.urlsafe_b64encode(config).decode()},
+            environment={CONFIG_VARIABLE: encoded(config_of(change, width))},
         )
         with cluster:
             code, told = cluster.wait(CASE_SECONDS), cluster.results()
         if code != 0:
-            logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in Path(folder).rglob("*.log"))
-            raise RuntimeError(f"the job {change} ended with {code}:\n{logs}")
+            raise RuntimeError(f"the job {change} ended with {code}:\n{tails(Path(folder))}")
     return [one for one in told.values() if one.ended]
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
@@ -67,6 +68,14 @@ def reported_failure() -> Iterator[None]:
     except WorkerError as problem:
         typer.echo(str(problem), err=True)
         finish({"ok": False, "error": str(problem).partition("\n--- log")[0]}, [], as_json=True)
+
+
+def tails(folder: Path, *, lines: int = 12) -> str:
+    """Return the end of what agents and workers have written below a folder, and of what two of the nodes have seen."""
+    return "\n".join(
+        f"{path.name}: " + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        for path in [*sorted(folder.rglob("*.log")), *sorted(folder.rglob("events.jsonl"))[:2]]
+    )
 
 
 def rounded(value: float) -> float:

@@ -23,9 +23,9 @@ from bamboo_ds.cli.chaos.job import BATCH, ChaosJob
 from bamboo_ds.cli.chaos.journal import Journal, StepLine
 from bamboo_ds.cli.chaos.picture import Story, draw
 from bamboo_ds.cli.chaos.report import Timeline, lost_and_repeated, max_rel_diff, read_events, told
-from bamboo_ds.cli.chaos.worker import encoded, train
+from bamboo_ds.cli.chaos.worker import train
 from bamboo_ds.cli.local import LocalCluster
-from bamboo_ds.config.source import CONFIG_VARIABLE
+from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from bamboo_ds.errors import BambooError
 from bamboo_ds.simulator.trace import Trace
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import faulthandler
-import json
 import signal
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 from bamboo_ds.cli.chaos.journal import Journal, StepLine
 
-__all__ = ["STACKS_SIGNAL", "encoded", "train"]
+__all__ = ["STACKS_SIGNAL", "train"]
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Lets a worker write the stacks of all its threads to its log."""
@@ -74,8 +72,3 @@ def counted(engine: Any) -> list[int] | None:
             counts: list[int] = layer.counts()
             return counts
     return None
-
-
-def encoded(config: dict[str, Any]) -> str:
-    """Return a config in the form in which DeepSpeed takes it in place of a file."""
-    return base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
