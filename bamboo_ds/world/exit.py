@@ -108,7 +108,7 @@ def _leave() -> None:
         agent.close()
     if (member := joined()) is not None:
         member.close()
-        _await_threads()
+    _await_threads()
     if _exit_code:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,7 +118,8 @@ def _leave() -> None:
 def _await_threads() -> None:
     """Wait a moment for threads of ours and of gRPC, which have been told to end.
 
-    One that is in native code when the interpreter is taken apart may abort the process.
+    One that comes back from native code when the interpreter is taken apart aborts the process: a group that forms and
+    is not wanted any more asks its store, which is Python, until that says so.
     """
     deadline = time.monotonic() + _THREADS_SECONDS
     for thread in threading.enumerate():

@@ -69,7 +69,7 @@ def test_a_wrong_config_is_named_once(
     tmp_path: Path, config: Mapping[str, Any], arguments: Mapping[str, Any], message: str
 ) -> None:
     ended = run(tmp_path, config=config, **arguments)
-    assert set(ended.codes.values()) == {1}
+    assert set(ended.codes.values()) == {1}, ended.output[-6000:]
     shows_one_cause(ended, message, others=2)
     assert seconds_to_the_end(ended) < LIMIT_SECONDS
 
@@ -90,7 +90,7 @@ USER_ERRORS = [
 @pytest.mark.parametrize(("how", "rank", "last_line"), USER_ERRORS)
 def test_an_exception_of_one_worker_is_shown_once(tmp_path: Path, how: str, rank: int, last_line: str) -> None:
     ended = run(tmp_path, how=how, rank=rank)
-    assert set(ended.codes.values()) == {1}
+    assert set(ended.codes.values()) == {1}, ended.output[-6000:]
     shows_one_cause(ended, last_line, others=2)
     assert f"bamboo: worker {rank} failed first, with:" in lines_of(ended)
     told = [line for line in lines_of(ended) if re.match(r"bamboo: worker \d+ ends: ", line)]
@@ -100,20 +100,20 @@ def test_an_exception_of_one_worker_is_shown_once(tmp_path: Path, how: str, rank
 
 def test_an_exception_in_one_of_two_pipelines_is_shown_once(tmp_path: Path) -> None:
     ended = run(tmp_path, how="layer", rank=3, workers=4, stages=2)
-    assert set(ended.codes.values()) == {1}
+    assert set(ended.codes.values()) == {1}, ended.output[-6000:]
     shows_one_cause(ended, "ValueError: the user's layer broke", others=3)
 
 
 def test_data_that_ends_in_a_step_ends_the_job_with_step_and_micro_batch(tmp_path: Path) -> None:
     ended = run(tmp_path, how="exhausted")
-    assert set(ended.codes.values()) == {1}
+    assert set(ended.codes.values()) == {1}, ended.output[-6000:]
     shows_one_cause(ended, "DataExhaustedError: data ended in step 1 after 3 of this pipeline's 8", others=2)
     assert seconds_to_the_end(ended) < LIMIT_SECONDS
 
 
 def test_a_loss_that_is_not_a_number_is_reported_with_step_and_micro_batch(tmp_path: Path) -> None:
     ended = run(tmp_path, how="nan", rank=1)
-    assert set(ended.codes.values()) == {1}
+    assert set(ended.codes.values()) == {1}, ended.output[-6000:]
     shows_one_cause(ended, "NonFiniteLossError: loss is nan in step 1, micro-batch 0 of the global batch", others=2)
     assert seconds_to_the_end(ended) < LIMIT_SECONDS
 
