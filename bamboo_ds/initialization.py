@@ -167,7 +167,7 @@ def _network(
     plan: Plan,
     row: bytes | None = None,
 ) -> Network:
-    """Make the links and groups of a plan in which the module has taken its place, and hang out a row for all."""
+    """Return the network of a plan in which the module has taken its place, not formed yet; hang out a row for all."""
     return Network(
         source,
         plan=plan,
@@ -203,6 +203,7 @@ def _first_place(
     with contextlib.suppress(PlanChangedError), ExitStack() as opened:
         network = connect(model.plan)
         opened.callback(network.close)
+        network.form()
         parameters, places = with_redundant(model, world=network.world, **given)
         opened.pop_all()
         return network, parameters, places

@@ -84,8 +84,6 @@ class Periodic:
             made = error
         work = _Work(self.settings.path, begun, made, self._timeout_seconds)
         self._background.start(begun.tag, work.run)
-        if not self.settings.asynchronous:
-            self._background.finish(timeout_seconds=self._timeout_seconds)
 
     def lost(self, dead: frozenset[int]) -> None:
         """Learn who is dead: nothing will be heard of their parts."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PARAMETER, BUFFER, MASTER, STATE = "parameter/", "buffer/", "master/", "state/"
+PARAMETER, BUFFER, MASTER, STATE, EXTRA = "parameter/", "buffer/", "master/", "state/", "extra/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class UnitState:
         name: of the unit: `<layer>` or `<first layer>:<key>`.
         tensors: `parameter/<name>` (frozen ones too), `buffer/<name>` (persistent or not), `master/<name>` (the fp32
             master of a low-precision parameter) and `state/<name>/<key>` (of the optimizer).
-        values: what the optimizer keeps that is no tensor, under `state/<name>/<key>`; JSON can tell all of it.
+        values: what the optimizer keeps that is no tensor, under `state/<name>/<key>`, and what modules keep besides
+            tensors (`get_extra_state`), under `extra/<key in a state_dict>`; JSON can tell all of it.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from bamboo_ds.comm.groups import Group, SeatGroup
 from bamboo_ds.comm.links import Message, make_message
 from bamboo_ds.comm.network import Network
-from bamboo_ds.comm.transfer import Courier, Parcel
+from bamboo_ds.comm.transfer import Courier, Parcel, all_at_once
 from bamboo_ds.comm.wire import Address, Header, Kind, TensorMeta
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "Parcel",
     "SeatGroup",
     "TensorMeta",
+    "all_at_once",
     "make_message",
 ]

@@ -51,7 +51,7 @@ class Edge:
 
 
 class Network:
-    """What a worker sends and reduces through.
+    """What a worker sends and reduces through, once it was told to `form`.
 
     Args:
         source: hears of broken links, and knows whether the plan is still the newest.
@@ -104,19 +104,21 @@ class Network:
         self._settled: set[Edge | str] = set()
         self._factory = self._new_factory()
         self._unsubscribe = source.subscribe(self._wake)
+        if row is not None:
+            self._factory.store.set(f"rows/{source.worker}", row)
+
+    def form(self) -> None:
+        """Form links and groups; all workers of the plan do.
+
+        Raises:
+            PlanChangedError: there is a newer one. Close the network.
+            PeerLostError: another worker is gone, and the cluster knows nothing of it. Close the network.
+        """
         try:
-            if row is not None:
-                self._factory.store.set(f"rows/{source.worker}", row)
-            self._connect()
-        except BaseException:
-            self.close()
-            raise
+            self._renew_all()
+            self.form_reductions(name for name in sorted(self._stages) if self._has_seat(name))
         finally:
             self._factory.rest()
-
-    def _connect(self) -> None:
-        self._renew_all()
-        self.form_reductions(name for name in sorted(self._stages) if self._has_seat(name))
 
     # ---- what the engine uses ----------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Courier:
             for peer, parcels in outgoing.items()
         ]
         tasks += [lambda peer=peer: received.update({peer: self._receive(peer)}) for peer in incoming]  # type: ignore[misc]
-        _run_all(tasks)
+        all_at_once(tasks)
         return received
 
     def _send(self, peer: int, parcels: Sequence[Parcel]) -> None:
@@ -133,8 +133,12 @@ class Courier:
             self._waits.finish(group.handle.broadcast([tensor], options))
 
 
-def _run_all(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run all tasks at once; when one fails the others do soon, as their peers or the plan are the same."""
+def all_at_once(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run all tasks at once, and wait for all; when one fails the others do soon: their peers or the plan are the same.
+
+    Raises:
+        BaseException: of the task that failed first.
+    """
     errors: list[BaseException] = []
 
     def run(task: Callable[[], None]) -> None:

@@ -3,7 +3,8 @@
 A group forms by each member writing its address and waiting for those of the others. Asking the store for each of them
 again and again would cost it a thousand requests a second for every worker. So the first wait lists all keys below the
 prefix and watches it from there on: what another worker writes is here a millisecond later, and reading it asks nobody.
-Once the groups have formed, `rest` ends the watch; the next wait begins one again.
+Once the groups have formed, `rest` ends the watch; the next wait begins one again. Groups form at once, in a thread
+each: one of these hears the watch, and what it hears wakes the others.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from bamboo_ds.errors import CompactedError, ConflictError, StoreUnavailableError
-from bamboo_ds.store import ABSENT, EventKind, Store, Watch
+from bamboo_ds.errors import CompactedError, ConflictError, StoreError, StoreUnavailableError
+from bamboo_ds.store import ABSENT, Event, EventKind, Store, Watch
 
 __all__ = ["StoreKeys"]
 
@@ -29,7 +30,8 @@ class StoreKeys:
     def __init__(self, store: Store, *, prefix: str = "", write_once: bool = False) -> None:
         self._store, self._prefix, self._write_once = store, prefix, write_once
         self._clock = store.clock
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._hearing = False
         self._seen: dict[str, bytes] = {}
         self._watch: Watch | None = None
 
@@ -99,7 +101,7 @@ class StoreKeys:
         if self._write_once and all(key in self._seen for key in wanted):
             return True
         deadline = self._clock.now() + timeout_seconds
-        with self._lock:
+        with self._changed:
             while True:
                 watch = self._watch or self._begin()
                 if all(key in self._seen for key in wanted):
@@ -107,11 +109,14 @@ class StoreKeys:
                 remaining = deadline - self._clock.now()
                 if remaining <= 0:
                     return False
-                self._hear(watch, remaining)
+                if self._hearing:
+                    self._clock.wait(self._changed, remaining)
+                else:
+                    self._hear(watch, remaining)
 
     def rest(self) -> None:
         """End the watch until the next wait."""
-        with self._lock:
+        with self._changed:
             self._drop_watch()
             if not self._write_once:
                 self._seen = {}
@@ -126,19 +131,38 @@ class StoreKeys:
         return self._watch
 
     def _hear(self, watch: Watch, seconds: float) -> None:
+        """Wait for news for all threads, without the lock; when there are any, all look."""
+        self._hearing = True
+        events: tuple[Event, ...] | StoreError = ()
+        self._changed.release()
         try:
             events = watch.next(seconds)
-        except CompactedError:
-            self._drop_watch()
-            return
         except StoreUnavailableError:
-            return  # the watch goes on by itself
-        for event in events:
-            key = event.key.removeprefix(self._prefix)
-            if event.kind is EventKind.PUT:
-                self._seen[key] = event.value
-            else:
-                self._seen.pop(key, None)
+            pass  # the watch goes on by itself
+        except StoreError as error:
+            events = error
+        finally:
+            self._changed.acquire()
+            self._hearing = False
+            self._changed.notify_all()
+        if self._watch is watch:  # else another thread has let go of it, and closed it
+            self._heard(events)
+
+    def _heard(self, events: tuple[Event, ...] | StoreError) -> None:
+        if isinstance(events, CompactedError):
+            self._drop_watch()
+        elif isinstance(events, StoreError):
+            raise events
+        else:
+            for event in events:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        key = event.key.removeprefix(self._prefix)
+        if event.kind is EventKind.PUT:
+            self._seen[key] = event.value
+        else:
+            self._seen.pop(key, None)
 
     def _drop_watch(self) -> None:
         if self._watch is not None:

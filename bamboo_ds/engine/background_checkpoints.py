@@ -61,7 +61,7 @@ class BackgroundCheckpoints(CheckpointParts):
         return self._periodic is not None and self._periodic.busy
 
     def _after_commit(self, *, checkpoint: bool) -> None:
-        """Begin a checkpoint, if all do; training stands still for the copy to host memory only.
+        """Begin a checkpoint, if all do; training stands still for the copy to host memory only, or until it is there.
 
         Args:
             checkpoint: whether a worker wants one and none still writes one, as the commit says.
@@ -80,6 +80,8 @@ class BackgroundCheckpoints(CheckpointParts):
             if self._is_first
             else None,
         )
+        if not periodic.settings.asynchronous:
+            self._finish_checkpoints()
         self.checkpoint_stalls.append(time.monotonic() - begun)
 
     def _copied_part(self, tag: str) -> Part:
@@ -110,7 +112,10 @@ class BackgroundCheckpoints(CheckpointParts):
             )
 
     def _finish_checkpoints(self) -> None:
-        """Wait until what is being written is there: before the engine ends, and before another one is saved."""
+        """Wait until what is being written is there, or cannot be as a worker is lost.
+
+        Before the engine ends, before another one is saved, and after each if training waits for them.
+        """
         deadline = time.monotonic() + self.bamboo.timeout_seconds
         while self._periodic is not None and not self._periodic.finish(timeout_seconds=_LOOK_SECONDS):
             self._periodic.lost(self._source.current().dead)

@@ -174,7 +174,7 @@ class CheckpointLoading(CheckpointSaving):
             for name, unit in units.items()
         }
         for name, unit in units.items():
-            put_saved(unit, self.optimizer if with_optimizer else None, read[name], states[name])
+            put_saved(unit, self.optimizer if with_optimizer else None, states[name])
         if with_optimizer:
             adopt_groups(self._held_parameters_by_name(), self.optimizer, read.values())
             self._adopt_scaler(common)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
-from bamboo_ds.checkpoint import Manifest, SavedUnit, newest_but, open_storage
+from bamboo_ds.checkpoint import Manifest, SavedUnit, Storage, newest_but, open_storage
 from bamboo_ds.engine.checkpoint_loading import CheckpointLoading, manifest_of
 from bamboo_ds.engine.common import CommonState, Restored
 from bamboo_ds.engine.gradients import Unit
@@ -39,12 +39,26 @@ class Checkpointing(CheckpointLoading):
                 lambda: json.dumps(newest_but(storage, damaged, among=_is_complete)) if self._is_first else ""
             )[0]
             tag, reasons = json.loads(row)
-            manifest = None if tag is None else manifest_of(storage, tag)
-            if manifest is None:
+            if tag is None:
                 raise StateLostError(f"there is no whole checkpoint in {settings.path}{reasons}")
+            manifest = self._manifest_for_all(storage, tag, damaged)
+            if manifest is None:
+                continue
             read = self._read(storage, manifest, list(units), damaged, agree=self._in_world)
             if read is not None:
                 return self._restored_from(manifest, read, units)
+
+    def _manifest_for_all(self, storage: Storage, tag: str, damaged: dict[str, str]) -> Manifest | None:
+        """Return the manifest of the chosen checkpoint; None if some worker does not find it any more.
+
+        A checkpoint that was begun before the loss may be finished just now, and take the place of the chosen one.
+        """
+        manifest = manifest_of(storage, tag)
+        worker = self._source.worker
+        gone = self._in_world(lambda: "" if manifest is not None else f"worker {worker} does not find it any more")
+        if gone:
+            damaged[tag] = gone[0]
+        return None if gone else manifest
 
     def _in_world(self, work: Callable[[], str]) -> list[str]:
         """See `Agree`; for an epoch that is not settled, in which there are no rounds yet."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -159,9 +160,9 @@ def adopt_settings(optimizer: Any, told: Sequence[Mapping[str, Any]]) -> None:
     inner = _inner(optimizer)
     for number, settings in enumerate(told):
         if number < len(inner.param_groups):
-            inner.param_groups[number].update(_as_tuples(settings))
+            inner.param_groups[number].update(as_in_group(settings, inner.param_groups[number]))
         else:
-            inner.add_param_group({**_as_tuples(settings), "params": []})
+            inner.add_param_group({**as_in_group(settings), "params": []})
 
 
 def _held_names(module: BambooPipelineModule) -> dict[str, nn.Parameter]:
@@ -288,14 +289,23 @@ def _group_like(groups: Groups, number: int, settings: Mapping[str, Any], optimi
     """
     alike = [index for index, group in enumerate(groups) if _settings(group) == settings]
     if not alike and optimizer is None:
-        groups.append({**_as_tuples(settings), "params": []})
+        groups.append({**as_in_group(settings), "params": []})
     elif not alike:
-        optimizer.add_param_group({**_as_tuples(settings), "params": []})
+        optimizer.add_param_group({**as_in_group(settings), "params": []})
     return number if number in alike else alike[0] if alike else len(groups) - 1
 
 
-def _as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+def as_in_group(settings: Mapping[str, Any], group: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return settings that JSON has told as an optimizer wants them: several numbers (betas) are mostly a tuple.
+
+    Args:
+        settings: of a group.
+        group: the one that is to have them: what is a list there stays one.
+    """
+    return {
+        key: tuple(value) if isinstance(value, list) and not isinstance(group.get(key), list) else value
+        for key, value in settings.items()
+    }
 
 
 def parameters_of(groups: Iterable[Any]) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import cast
 
@@ -21,12 +22,13 @@ import torch
 from torch import nn
 
 from bamboo_ds.checkpoint import UnitState
-from bamboo_ds.comm import Network, Parcel
+from bamboo_ds.comm import Network, Parcel, all_at_once
 from bamboo_ds.engine.common import CommonState, Restored
 from bamboo_ds.engine.failover import Failover, Work
 from bamboo_ds.engine.gradients import Unit, units_of
 from bamboo_ds.engine.parameters import GroupOf, Places, groups_of, regroup
 from bamboo_ds.engine.unit_state import copy_to_host, put, take
+from bamboo_ds.errors import StateLostError
 from bamboo_ds.plan import Plan
 from bamboo_ds.plan.shipment import Shipping, Stock, ship
 from bamboo_ds.world import local_device
@@ -47,6 +49,23 @@ class Holding:
     groups: Mapping[str, GroupOf]
     module: nn.Module | None = None
     own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What this worker has heard and received at the beginning of an epoch.
+
+    Attributes:
+        shipping: what has to travel, of all.
+        common: what is common to all, as each worker of an epoch that has begun knows it.
+        received: units that came; none when some are lost.
+        seconds: how long they travelled, here.
+    """
+
+    shipping: Shipping
+    common: Mapping[int, CommonState]
+    received: dict[str, Holding]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +145,24 @@ class Reshaping(Failover):
         self.module.move(plan, redundancy=self.bamboo.redundancy != "off", dtype=self._held_dtype())
         units = self._held_units()
         self._missing = set(units)
-        self.network = self._connect(plan, self._stock_row(units))
-        started = time.monotonic()
-        shipping, common = self._take_stock()
+        delivery = self._connect_and_carry(plan, self._stock_row(units))
+        shipping, received = delivery.shipping, delivery.received
         if shipping.lost:
             received = self._restore(units, shipping.lost)
         else:
-            received = self._carry(shipping)
-            self._catch_up(shipping, common)
-        travelled = time.monotonic()
+            self._catch_up(shipping, delivery.common)
         self._fill(units, received)
         self._take_place(plan)
         self._settle()
-        moved = [one for one in shipping.shipments if self._source.worker in (one.source, one.target)]
+        sent = () if shipping.lost else shipping.shipments
+        moved = [one for one in sent if self._source.worker in (one.source, one.target)]
         self._report_epoch(
             ReshapeReport(
                 number=plan.number,
                 cause=plan.cause,
                 received_bytes=sum(one.bytes for one in moved if one.target == self._source.worker),
                 sent_bytes=sum(one.bytes for one in moved if one.source == self._source.worker),
-                transfer_seconds=travelled - started,
+                transfer_seconds=delivery.seconds,
                 seconds=time.monotonic() - stopped,
             )
         )
@@ -197,9 +214,9 @@ class Reshaping(Failover):
         common = asdict(CommonState.of(self)) if mine.step >= 0 else None
         return json.dumps({"stock": asdict(mine), "common": common}).encode()
 
-    def _take_stock(self) -> tuple[Shipping, dict[int, CommonState]]:
+    def _take_stock(self, network: Network) -> tuple[Shipping, dict[int, CommonState]]:
         """Hear what all workers have and need, and return what has to travel."""
-        rows = [json.loads(row) for row in self.network.posted()]
+        rows = [json.loads(row) for row in network.posted()]
         shipping = ship([Stock(**row["stock"]) for row in rows])
         return shipping, {row["stock"]["worker"]: CommonState(**row["common"]) for row in rows if row["common"]}
 
@@ -216,7 +233,24 @@ class Reshaping(Failover):
 
     # ---- what travels ------------------------------------------------------------------------------------------
 
-    def _carry(self, shipping: Shipping) -> dict[str, Holding]:
+    def _connect_and_carry(self, plan: Plan, row: bytes) -> Delivery:
+        """Form links and groups; layers travel meanwhile, through connections of their own."""
+        deliveries: list[Delivery] = []
+        with ExitStack() as opened:
+            network = self._connect(plan, row)
+            opened.callback(network.close)
+            all_at_once([network.form, lambda: deliveries.append(self._deliver(network))])
+            opened.pop_all()
+        self.network = network
+        return deliveries[0]
+
+    def _deliver(self, network: Network) -> Delivery:
+        shipping, common = self._take_stock(network)
+        started = time.monotonic()
+        received = {} if shipping.lost else self._carry(network, shipping)
+        return Delivery(shipping, common, received, seconds=time.monotonic() - started)
+
+    def _carry(self, network: Network, shipping: Shipping) -> dict[str, Holding]:
         """Send and receive layers; return what came."""
         me = self._source.worker
         outgoing: dict[int, list[Parcel]] = {}
@@ -224,7 +258,7 @@ class Reshaping(Failover):
             if one.source == me:
                 outgoing.setdefault(one.target, []).append(_packed(self._kept[one.unit]))
         incoming = sorted({one.source for one in shipping.shipments if one.target == me})
-        carried = self.network.carry(outgoing, incoming)
+        carried = network.carry(outgoing, incoming)
         return {parcel.name: _unpacked(parcel) for parcels in carried.values() for parcel in parcels}
 
     def _catch_up(self, shipping: Shipping, common: Mapping[int, CommonState]) -> None:
@@ -235,14 +269,22 @@ class Reshaping(Failover):
 
     def _restore(self, units: Mapping[str, Unit], lost: Sequence[str]) -> dict[str, Holding]:
         """Go back to the newest checkpoint, all of us, as nobody has some layers any more; return what was read."""
-        step, restored = self.global_steps, self._restored(units)
+        step, told = self.global_steps, f"layer(s) {', '.join(lost)} are held by no live worker"
+        try:
+            restored = self._restored(units)
+        except StateLostError as error:
+            raise StateLostError(
+                f"{told}, and training cannot go on from a checkpoint: {error}. Start the job again, with "
+                "load_checkpoint() if you have one elsewhere; with a shorter bamboo.checkpoint.interval_steps or "
+                "interval_seconds the first is there earlier"
+            ) from None
         self._kept = {}
         restored.common.give_to(self)
         if self._is_first:
             self._source.tell(
                 "restored",
-                f"layers {', '.join(lost)} are held by nobody: all workers go on from checkpoint {restored.tag}, at "
-                f"step {restored.step} (worker {self._source.worker} was at {step})",
+                f"{told}: all go on from checkpoint {restored.tag}, at step {restored.step} (worker "
+                f"{self._source.worker} was at {step})",
                 layers=list(lost),
                 tag=restored.tag,
                 step=restored.step,
@@ -296,7 +338,7 @@ def _digest(state: UnitState) -> int:
     checksum = 0
     for name, tensor in sorted(copy_to_host(state).tensors.items()):
         checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), checksum))
-    return checksum
+    return zlib.crc32(json.dumps(state.values, sort_keys=True).encode(), checksum)
 
 
 def _packed(holding: Holding) -> Parcel:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from bamboo_ds.checkpoint import SavedGroup, SavedUnit, UnitState
-from bamboo_ds.checkpoint.state import BUFFER, MASTER, PARAMETER, STATE
+from bamboo_ds.checkpoint import SavedGroup, SavedUnit, UnitState, to_plain
+from bamboo_ds.checkpoint.state import BUFFER, EXTRA, MASTER, PARAMETER, STATE
 from bamboo_ds.engine.gradients import Unit
-from bamboo_ds.engine.parameters import GroupOf
+from bamboo_ds.engine.parameters import GroupOf, as_in_group
 from bamboo_ds.engine.precision import target_of
 from bamboo_ds.engine.unit_state import copy_to_host, put, take
 from bamboo_ds.errors import ConfigError
 
-_WEIGHT, _EXTRA = "weight/", "_extra_state"
+_WEIGHT = "weight/"
 
 
 def saved_unit(unit: Unit, optimizer: Any, groups: Mapping[str, GroupOf], *, exclude_frozen: bool = False) -> SavedUnit:
@@ -38,7 +38,8 @@ def saved_unit(unit: Unit, optimizer: Any, groups: Mapping[str, GroupOf], *, exc
         for key, tensor in state.tensors.items()
         if not _is_in(weights, key, tensor) and key.removeprefix(PARAMETER) not in frozen
     }
-    return SavedUnit(weights, UnitState(unit.name, rest, state.values), _by_group(groups))
+    values = {key: value for key, value in state.values.items() if key.removeprefix(EXTRA) not in weights}
+    return SavedUnit(weights, UnitState(unit.name, rest, values), _by_group(groups))
 
 
 def _is_in(weights: Mapping[str, Any], key: str, tensor: torch.Tensor) -> bool:
@@ -113,8 +114,8 @@ def whole_state(unit: Unit, saved: SavedUnit, *, strict: bool = True, frozen_too
     Raises:
         ConfigError: it has others than the unit.
     """
-    own = take(unit, None).tensors
-    state = saved.state(own)
+    taken = take(unit, None)
+    own, state = taken.tensors, _with_extras(saved.state(taken.tensors), saved, of=taken)
     strange = sorted(saved.weights.keys() - unit.module.state_dict().keys())
     if strict and strange:
         raise ConfigError(f"layer {unit.name} has no {', '.join(strange)}: the checkpoint is of another model")
@@ -126,7 +127,17 @@ def whole_state(unit: Unit, saved: SavedUnit, *, strict: bool = True, frozen_too
     return state
 
 
-def put_saved(unit: Unit, optimizer: Any, saved: SavedUnit, state: UnitState) -> None:
+def _with_extras(state: UnitState, saved: SavedUnit, *, of: UnitState) -> UnitState:
+    """Return a state with the extra state of those modules that have some here: a `state_dict` has it among weights."""
+    told = {
+        key: to_plain(saved.weights[name], name=f"unit {state.name}: {key}")
+        for key, name in ((key, key.removeprefix(EXTRA)) for key in of.values)
+        if name in saved.weights
+    }
+    return UnitState(state.name, state.tensors, {**state.values, **told})
+
+
+def put_saved(unit: Unit, optimizer: Any, state: UnitState) -> None:
     """Put the state of a checkpoint, read for this alone, into a unit; without an optimizer, its weights only.
 
     Raises:
@@ -134,11 +145,9 @@ def put_saved(unit: Unit, optimizer: Any, saved: SavedUnit, state: UnitState) ->
     """
     if optimizer is None:
         tensors = {key: tensor for key, tensor in state.tensors.items() if not key.startswith((MASTER, STATE))}
-        state = UnitState(state.name, tensors)
+        values = {key: value for key, value in state.values.items() if key.startswith(EXTRA)}
+        state = UnitState(state.name, tensors, values)
     put(unit, optimizer, state, given=True)
-    extra = {name: value for name, value in saved.weights.items() if name.endswith(_EXTRA)}
-    if extra:
-        unit.module.load_state_dict(extra, strict=False)
 
 
 def adopt_groups(held: Mapping[str, nn.Parameter], optimizer: Any, saved: Iterable[SavedUnit]) -> None:
@@ -165,9 +174,4 @@ def adopt_groups(held: Mapping[str, nn.Parameter], optimizer: Any, saved: Iterab
                 "groups with different settings; make the groups as they were, or load with load_optimizer_states=False"
             )
     for number, (_, settings) in told.items():
-        _adopt_settings(optimizer.param_groups[number], settings)
-
-
-def _adopt_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    for key, value in settings.items():
-        group[key] = tuple(value) if isinstance(value, Sequence) and isinstance(group.get(key), tuple) else value
+        optimizer.param_groups[number].update(as_in_group(settings, optimizer.param_groups[number]))

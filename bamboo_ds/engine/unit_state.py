@@ -14,8 +14,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from bamboo_ds.checkpoint import UnitState
-from bamboo_ds.checkpoint.state import BUFFER, MASTER, PARAMETER, STATE
+from bamboo_ds.checkpoint import UnitState, from_plain, to_plain
+from bamboo_ds.checkpoint.state import BUFFER, EXTRA, MASTER, PARAMETER, STATE
 from bamboo_ds.engine.gradients import Unit
 from bamboo_ds.engine.precision import MixedPrecisionOptimizer, target_of
 from bamboo_ds.errors import ConfigError
@@ -33,10 +33,10 @@ def take(unit: Unit, optimizer: Any) -> UnitState:
         optimizer: any of torch's or DeepSpeed's, a `MixedPrecisionOptimizer`, or None.
 
     Raises:
-        ConfigError: the optimizer keeps something that is neither a tensor nor plain data.
+        ConfigError: the optimizer, or a module as its extra state, keeps something that is neither a tensor nor plain
+            data.
     """
-    tensors = _weights_of(unit)
-    values: dict[str, Any] = {}
+    tensors, values = _weights_of(unit), _extras_of(unit)
     for name, parameter in unit.module.named_parameters():
         target = target_of(parameter, optimizer)
         if target is not parameter:
@@ -69,11 +69,11 @@ def copy_to_host(state: UnitState, *, into: UnitState | None = None) -> UnitStat
 
 @torch.no_grad()
 def put(unit: Unit, optimizer: Any, state: UnitState, *, given: bool = False) -> None:
-    """Make a unit be in the given state: weights, buffers, masters, and all that the optimizer knows of it.
+    """Make a unit be in the given state: weights, buffers, masters, and all that modules and the optimizer know of it.
 
     Everything is checked before anything is changed. Tensors are copied. What the optimizer knows and the state does
-    not is deleted. Moments go where their parameter is; the scalars of an optimizer (step counts) stay on the host
-    unless it says that it keeps them on the device.
+    not is deleted; modules keep extra state that the given one lacks. Moments go where their parameter is; the scalars
+    of an optimizer (step counts) stay on the host unless it says that it keeps them on the device.
 
     Args:
         unit: of this worker.
@@ -87,6 +87,9 @@ def put(unit: Unit, optimizer: Any, state: UnitState, *, given: bool = False) ->
     _check_like(unit, optimizer, describe(state))
     for key, tensor in (_weights_of(unit) | _masters_of(unit, optimizer)).items():
         tensor.copy_(state.tensors[key])
+    for key, module in _modules_with_more(unit).items():
+        if key in state.values:
+            module.set_extra_state(from_plain(state.values[key]))
     if optimizer is None:
         return
     for name, parameter in unit.module.named_parameters():
@@ -127,6 +130,22 @@ def empty_like(unit: Unit, description: Description, *, optimizer: Any = None) -
 def _weights_of(unit: Unit) -> dict[str, torch.Tensor]:
     parameters = {PARAMETER + name: parameter.detach() for name, parameter in unit.module.named_parameters()}
     return parameters | {BUFFER + name: buffer.detach() for name, buffer in unit.module.named_buffers()}
+
+
+def _extras_of(unit: Unit) -> dict[str, Any]:
+    return {
+        key: to_plain(module.get_extra_state(), name=f"unit {unit.name}: {key} of {type(module).__name__}")
+        for key, module in _modules_with_more(unit).items()
+    }
+
+
+def _modules_with_more(unit: Unit) -> dict[str, nn.Module]:
+    """Return the modules that keep more than tensors, by the key of that: `extra/<key in a state_dict>`."""
+    return {
+        f"{EXTRA}{name}{'.' if name else ''}_extra_state": module
+        for name, module in unit.module.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _masters_of(unit: Unit, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -193,6 +212,8 @@ def _check_like(unit: Unit, optimizer: Any, description: Description) -> None:
         for key, meta in description["tensors"].items()
         if not key.startswith((MASTER, STATE) if optimizer is None else STATE)
     }
+    keeping = _modules_with_more(unit)
+    there |= {key: None for key in description["values"] if key.startswith(EXTRA) and key not in keeping}
     _check_weights(unit, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in here.items()}, there)
     if optimizer is not None:
         _check_stepped(unit, optimizer, [*description["tensors"], *description["values"]])

@@ -48,25 +48,26 @@ class StageLayers:
 @contextlib.contextmanager
 def untouched_randomness() -> Iterator[None]:
     """Put back the state of every random generator at the end."""
-    accelerator = get_accelerator()
-    on_device = accelerator.device_name() != "cpu"
-    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    device_before = accelerator.get_rng_state() if on_device else None
+    before, of_torch = (random.getstate(), numpy.random.get_state()), _torch_states()
     try:
         yield
     finally:
         random.setstate(before[0])
         numpy.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        if on_device:
-            accelerator.set_rng_state(device_before)
+        torch.set_rng_state(of_torch[0])
+        if len(of_torch) > 1:
+            get_accelerator().set_rng_state(of_torch[1])
+
+
+def _torch_states() -> list[torch.Tensor]:
+    """Return the states of torch's generators: of the host, and of the accelerator if there is one."""
+    accelerator = get_accelerator()
+    on_device = accelerator.device_name() != "cpu"
+    return [torch.get_rng_state(), *([accelerator.get_rng_state()] if on_device else [])]
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves new parameters as memory was: what is drawn for them is overwritten before anybody reads it.
-
-    Other random tensors that a layer makes of itself are drawn as ever.
-    """
+    """Leaves new parameters as memory was: what is drawn for them is overwritten before anybody reads it."""
 
     _DRAWS = frozenset(
         (
@@ -77,9 +78,11 @@ class Unfilled(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, unless it only fills a parameter."""
-        if function in self._DRAWS and args and isinstance(args[0], nn.Parameter):
-            return args[0]
-        return function(*args, **(kwargs or {}))
+        given = kwargs or {}
+        filled = args[0] if args else given.get("tensor")  # `torch.nn.init` names it
+        if function in self._DRAWS and isinstance(filled, nn.Parameter):
+            return filled
+        return function(*args, **given)
 
 
 def seed_all(seed: int) -> None:
@@ -109,22 +112,35 @@ def build_stage(
         bounds: global indices of its first layer and of the one after its last.
         tied: tied modules of this worker by key; missing ones are built and added.
         seed_layer: seeds the generators for a global layer index.
-        kept: untied layers that this worker has built before, by global layer index.
+        kept: untied layers that this worker has built before, by global layer index. If given, also empty, the state of
+            all others comes from elsewhere.
     """
-    kept = kept or {}
+    kept, filled = kept or {}, kept is None
     layers = StageLayers(stage=stage, start=bounds[0])
     for index in range(*bounds):
         spec = specs[index]
         if isinstance(spec, TiedLayerSpec):
-            _add_tied(layers, specs, index, tied, seed_layer)
+            _add_tied(layers, specs, index, tied, seed_layer, filled=filled)
         elif index in kept:
             _add(layers, index, kept[index])
         elif isinstance(spec, LayerSpec):
-            seed_layer(index)
-            _add(layers, index, spec.build())
+            _add(layers, index, _new(spec, partial(seed_layer, index), filled=filled))
         else:
             _add(layers, index, spec)
     return layers
+
+
+def _new(spec: LayerSpec, seed: Callable[[], None], *, filled: bool) -> Any:
+    """Build a layer. Its parameters need not be filled, unless it draws more: that must be as if all had been drawn."""
+    seed()
+    if not filled:
+        before = _torch_states()
+        with Unfilled():
+            layer = spec.build()
+        if all(map(torch.equal, before, _torch_states())):
+            return layer
+        seed()
+    return spec.build()
 
 
 def _add(layers: StageLayers, index: int, layer: Any) -> None:
@@ -139,11 +155,12 @@ def _add_tied(
     index: int,
     tied: dict[str, nn.Module],
     seed_layer: Callable[[int], None],
+    *,
+    filled: bool,
 ) -> None:
     spec = specs[index]
     if spec.key not in tied:
-        seed_layer(tied_uses(specs, spec.key)[0])
-        tied[spec.key] = spec.build()
+        tied[spec.key] = _new(spec, partial(seed_layer, tied_uses(specs, spec.key)[0]), filled=filled)
     module = tied[spec.key]
     layers.functions.append(tied_function(specs, index, module))
     layers.modules[index] = module

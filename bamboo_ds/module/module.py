@@ -24,7 +24,6 @@ from bamboo_ds.errors import ConfigError, UnsupportedFeatureError
 from bamboo_ds.module.grid import PlanGrid
 from bamboo_ds.module.layers import (
     StageLayers,
-    Unfilled,
     build_stage,
     refuse_hidden_ties,
     saved_use,
@@ -253,10 +252,9 @@ class BambooPipelineModule(PipelineModule):
         self._clear()
         self._tied = {key: module for key, module in tied.items() if self._uses_tied(key, redundancy=redundancy)}
         self.redundant_stage = self._redundant = None
-        with Unfilled():
-            self._build(kept)
-            if redundancy:
-                self.hold_redundant_layers(kept)
+        self._build(kept)
+        if redundancy:
+            self.hold_redundant_layers(kept)
         self.to(device=local_device())
         if dtype is not None:
             _cast([*self.parameters(), *self.redundant_parameters()], dtype)

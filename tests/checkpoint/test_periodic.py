@@ -76,14 +76,6 @@ def test_training_goes_on_meanwhile(both: list[Worker], tmp_path: Path) -> None:
     assert len(find(open_storage(str(tmp_path / "place"))).whole) == 1
 
 
-def test_without_asynchronous_it_is_written_when_begin_returns(tmp_path: Path) -> None:
-    both = [Worker(tmp_path / "place", worker, asynchronous=False) for worker in (1, 0)]
-    for worker in both:
-        worker.begin(1)
-        assert not worker.periodic.busy
-    assert len(find(open_storage(str(tmp_path / "place"))).whole) == 1
-
-
 def test_a_part_that_cannot_be_made_is_told_at_once(both: list[Worker], tmp_path: Path) -> None:
     def fail() -> Part:
         raise ValueError("an optimizer that keeps sets")

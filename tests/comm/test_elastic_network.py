@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def join() -> Any:
 def network(world: Any, *, timeout_seconds: float = 20.0) -> Network:
     """Make the network of the plan that this worker is seated in."""
     stages = range(world.member.current().num_stages)
-    return Network(
+    made = Network(
         world.member,
         plan=world.member.current(),
         backing=world.store,
@@ -49,6 +50,11 @@ def network(world: Any, *, timeout_seconds: float = 20.0) -> Network:
         timeout_seconds=timeout_seconds,
         address=world.address,
     )
+    with ExitStack() as opened:
+        opened.callback(made.close)
+        made.form()
+        opened.pop_all()
+    return made
 
 
 def ones(group: Any) -> list[torch.Tensor]:

@@ -28,11 +28,13 @@ def network(rank: int, *, workers: int = 2, timeout_seconds: float = 10.0, check
 
     world = init_distributed(30.0)
     source = StaticPlanSource(static_plan(world_size=workers, num_stages=workers), worker=rank)
-    return Network(
+    made = Network(
         source, plan=source.current(), backing=world.store, instance=0,
         reductions={"all": frozenset(range(workers))}, redundancy=False,
         timeout_seconds=timeout_seconds, alarm=check,
     )  # fmt: skip
+    made.form()
+    return made
 
 
 def address(micro_batch: int, **other: Any) -> Address:

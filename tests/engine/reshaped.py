@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from bamboo_ds.cli.chaos.report import read_events
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
 from tests.engine.disturbed import Fault, logs
@@ -74,11 +75,12 @@ class Reshaped:
     shape: tuple[int, int] = (0, 0)
 
 
-def training(job: Training, stages: int, redundancy: str) -> Callable[[], Reshaped]:
+def training(job: Training, stages: int, redundancy: str, prepare: Callable[[Any], None]) -> Callable[[], Reshaped]:
     """Return the program of a worker."""
 
     def program() -> Reshaped:
         engine = build_engine(job, stages, redundancy)
+        prepare(engine)
         outcome = Reshaped(first=engine.global_steps)
         while (step := engine.global_steps) < job.steps:
             loss = float(engine.train_batch())
@@ -115,6 +117,7 @@ class ReshapedCluster:
         zones: Sequence[str] = ("local",),
         act: Callable[[LocalCluster], None] = lambda cluster: None,
         around: Callable[[Callable[[], Reshaped]], Callable[[], Reshaped]] = lambda program: program,
+        prepare: Callable[[Any], None] = lambda engine: None,
     ) -> dict[int, Reshaped]:
         """Train with one worker a node, and return what the survivors left, by worker id.
 
@@ -127,14 +130,15 @@ class ReshapedCluster:
             zones: of the nodes, in turn.
             act: is called while it runs.
             around: makes the program of a worker of the usual one.
+            prepare: is given the engine of each worker before it trains.
         """
         self._runs += 1
-        folder = self._folder / f"run-{self._runs}"
+        folder = self._logs()
         block = {**job.config.get("bamboo", {}), "fault_injection": list(faults)}
         job = replace(with_data(job), config={**job.config, "bamboo": block})
         first = shape[0] * shape[1]
         with LocalCluster(
-            around(training(job, shape[0], redundancy)),
+            around(training(job, shape[0], redundancy, prepare)),
             nodes=first + spare,
             start_workers=first,
             job=f"reshaped-{self._runs}",
@@ -148,6 +152,13 @@ class ReshapedCluster:
             code, results = cluster.wait(LONGEST_SECONDS), cluster.results()
         assert code == 0, f"the job ended with {code}:\n{logs(folder)}"
         return results
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind of the last run."""
+        return [event for event in read_events(self._logs()) if event["kind"] == kind]
+
+    def _logs(self) -> Path:
+        return self._folder / f"run-{self._runs}"
 
 
 def undisturbed(results: Mapping[int, Reshaped]) -> Outcome:

@@ -108,7 +108,8 @@ def test_a_job_that_has_lost_a_layer_goes_on_from_its_last_checkpoint(
 
 def test_a_job_whose_layers_are_gone_without_a_checkpoint_says_so(reshaped: ReshapedCluster) -> None:
     faults = [kill(0, 1, before=8, step=2), kill(0, 2, before=8, step=2)]
-    with pytest.raises(AssertionError, match=r"StateLostError.*bamboo\.checkpoint\.path"):
+    told = r"StateLostError: layer\(s\) 4, 5 are held by no live worker.*bamboo\.checkpoint\.path.* Start the job again"
+    with pytest.raises(AssertionError, match=told):
         reshaped.train(job(PLAIN), (3, 1), faults, spare=2)
 
 

@@ -24,7 +24,7 @@ from bamboo_ds.engine.checkpoint_parts import _write_rest, _write_weights
 from bamboo_ds.engine.gradients import Unit
 from bamboo_ds.engine.parameters import GroupOf
 from bamboo_ds.engine.saved_units import adopt_groups, groups_of_saved, on_host, put_saved, saved_unit, whole_state
-from bamboo_ds.engine.unit_state import take
+from bamboo_ds.engine.unit_state import put, take
 from bamboo_ds.errors import ConfigError
 
 WIDTH = 5
@@ -94,10 +94,22 @@ def test_a_layer_comes_back_whole(kind: type[nn.Module], tmp_path: Path) -> None
     if kind is Layer:
         unit.module.vocabulary = ["b", 3]
     saved = written(on_host(saved_unit(unit, optimizer, {})), tmp_path)
-    put_saved(other, others, saved, whole_state(other, saved, strict=kind is Layer))
+    put_saved(other, others, whole_state(other, saved, strict=kind is Layer))
     assert equal(take(other, others).tensors, take(unit, optimizer).tensors)
     if kind is Layer:
         assert other.module.vocabulary == ["b", 3]
+
+
+def test_what_modules_keep_besides_tensors_comes_with_the_weights(tmp_path: Path) -> None:
+    (unit, optimizer), (other, others) = holder(Layer(), seed=1), holder(Layer(), seed=2)
+    unit.module.vocabulary = ["b", 3]
+    saved = written(on_host(saved_unit(unit, optimizer, {})), tmp_path)
+    assert saved.rest.values == {}, "it is in DeepSpeed's file already"
+    put_saved(other, None, whole_state(other, saved))
+    assert other.module.vocabulary == ["b", 3]
+    other.module.vocabulary = []
+    put(other, others, whole_state(other, saved), given=True)  # as a new epoch does
+    assert other.module.vocabulary == ["b", 3]
 
 
 def test_nothing_is_written_twice() -> None:
@@ -163,9 +175,9 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
     assert "frozen" not in saved.weights
     assert "parameter/frozen" not in saved.rest.tensors
     with pytest.raises(ConfigError, match="lacks parameter/frozen"):
-        put_saved(other, others, saved, whole_state(other, saved))
+        put_saved(other, others, whole_state(other, saved))
     kept = other.module.frozen.clone()
-    put_saved(other, others, saved, whole_state(other, saved, frozen_too=False))
+    put_saved(other, others, whole_state(other, saved, frozen_too=False))
     assert torch.equal(other.module.frozen, kept)
     assert torch.equal(other.module.linear.weight, unit.module.linear.weight)
 
@@ -180,10 +192,10 @@ def test_weights_of_another_model_are_refused_unless_told_otherwise() -> None:
     with pytest.raises(ConfigError, match="layer 3 has no more: the checkpoint is of another model"):
         whole_state(other, saved_unit(unit, None, {}))
     with pytest.raises(ConfigError, match="lacks parameter/more"):
-        put_saved(unit, None, saved_unit(other, None, {}), whole_state(unit, saved_unit(other, None, {})))
+        put_saved(unit, None, whole_state(unit, saved_unit(other, None, {})))
     kept = unit.module.more.clone()
     saved = saved_unit(other, None, {})
-    put_saved(unit, None, saved, whole_state(unit, saved, strict=False))
+    put_saved(unit, None, whole_state(unit, saved, strict=False))
     assert torch.equal(unit.module.linear.weight, other.module.linear.weight)
     assert torch.equal(unit.module.more, kept)
 
@@ -194,16 +206,18 @@ def test_weights_of_another_model_are_refused_unless_told_otherwise() -> None:
 def test_groups_come_back_by_parameter(tmp_path: Path) -> None:
     unit, optimizer = holder(Layer(), seed=1)
     groups = {
-        "3.linear.weight": GroupOf(1, {"lr": 0.5, "betas": [0.5, 0.6]}),
+        "3.linear.weight": GroupOf(1, {"lr": 0.5, "betas": [0.5, 0.6], "marks": [1, 2]}),
         "3.linear.bias": GroupOf(0, {"lr": 0.25, "weight_decay": 0.1}),
     }
     saved = written(saved_unit(unit, optimizer, groups), tmp_path)
     assert groups_of_saved(saved) == groups
     linear = unit.module.linear
-    others = torch.optim.Adam([{"params": [linear.bias]}, {"params": []}, {"params": [linear.weight]}], lr=9.0)
+    given = [{"params": [linear.bias]}, {"params": []}, {"params": [linear.weight], "marks": [3]}]
+    others = torch.optim.Adam(given, lr=9.0)
     adopt_groups({"3.linear.weight": linear.weight, "3.linear.bias": linear.bias}, others, [saved])
     assert [group["lr"] for group in others.param_groups] == [0.25, 9.0, 0.5]
     assert others.param_groups[2]["betas"] == (0.5, 0.6)
+    assert others.param_groups[2]["marks"] == [1, 2], "what is a list here stays one"
     assert others.param_groups[0]["weight_decay"] == 0.1
 
 

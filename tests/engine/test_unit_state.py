@@ -200,6 +200,44 @@ def test_fused_adams_count_of_steps_goes_with_each_layer() -> None:
     assert [new.optimizer.state[parameter] for parameter in new.parameters] == [{"step": 7}] * 5
 
 
+class Counting(nn.Module):
+    """Keeps more than tensors, in itself and in a module below."""
+
+    def __init__(self, *, inner: bool = True) -> None:
+        super().__init__()
+        self.seen: Any = {"steps": 0}
+        self.inner = Counting(inner=False) if inner else None
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def unit_of(module: nn.Module) -> Unit:
+    return Unit(name="3", module=module, parameters=tuple(module.parameters()), stages=frozenset({0}))
+
+
+def test_what_modules_keep_besides_tensors_goes_with_them() -> None:
+    old, new = Counting(), Counting()
+    old.seen, old.inner.seen = {"steps": 3, 7: (1, torch.ones(2, dtype=torch.bfloat16))}, "text"
+    sent = take(unit_of(old), None)
+    assert list(sent.values) == ["extra/_extra_state", "extra/inner._extra_state"]
+    put(unit_of(new), None, UnitState("3", values=json.loads(json.dumps(sent.values))))
+    assert new.seen["steps"] == 3
+    assert new.seen[7][0] == 1
+    assert torch.equal(new.seen[7][1], torch.ones(2, dtype=torch.bfloat16))
+    assert new.inner.seen == "text"
+
+
+def test_objects_that_modules_keep_are_named() -> None:
+    module = Counting()
+    module.inner.seen = object()
+    with pytest.raises(ConfigError, match=r"unit 3: extra/inner\._extra_state of Counting is a object, which"):
+        take(unit_of(module), None)
+
+
 # ---- what does not fit ---------------------------------------------------------------------------------------------
 
 
@@ -225,6 +263,7 @@ MISFITS: dict[str, tuple[Callable[[UnitState], Any], str]] = {
         "'frozen', which this worker's optimizer does not step",
     ),
     "unknown": (lambda s: s.values.update({"state/gone/step": 1}), "'gone', which this worker's"),
+    "more to keep": (lambda s: s.values.update({"extra/x._extra_state": 1}), r"has no extra/x\._extra_state"),
 }
 
 

@@ -74,6 +74,29 @@ def test_a_layer_starts_alike_whatever_is_built_around_it() -> None:
         assert all(map(torch.equal, module.parameters(), parts[index].parameters()))
 
 
+class Noisy(nn.Module):
+    """Draws more than parameters, and keeps it where no state is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.noise = torch.randn(3)
+
+
+def test_a_layer_whose_state_comes_from_elsewhere_is_left_unfilled_but_for_what_else_it_draws() -> None:
+    specs = [LayerSpec(nn.Linear, 2000, 2000), LayerSpec(Noisy)]
+
+    def build(**kept: dict[int, nn.Module]) -> dict[int, nn.Module]:
+        return build_stage(specs, stage=0, bounds=(0, 2), tied={}, seed_layer=seed_all, **kept).modules
+
+    with untouched_randomness():
+        whole, torch_state = build(), torch.get_rng_state()
+        empty = build(kept={})
+        assert torch.equal(torch.get_rng_state(), torch_state), "the last layer was drawn as ever"
+    assert torch.equal(whole[1].noise, empty[1].noise)
+    assert not torch.equal(whole[0].weight, empty[0].weight), "nobody has filled it"
+
+
 def test_a_tied_layer_is_one_module_and_starts_at_its_first_use() -> None:
     tied: dict[str, nn.Module] = {}
     stage = build_stage(SPECS, stage=0, bounds=(0, 4), tied=tied, seed_layer=seed_all)

@@ -120,6 +120,20 @@ def test_a_rest_ends_the_watch_and_the_next_wait_begins_another(server: MemorySe
     assert keys.await_keys(["b", "c"], timeout_seconds=1), "it lists again"
 
 
+def test_no_wait_holds_another_up(server: MemoryServer, keys: StoreKeys) -> None:
+    other = MemoryStore(server=server)
+    never = start(lambda: keys.await_keys(["never"], timeout_seconds=2))
+    waits = [start(lambda name=name: keys.await_keys([name], timeout_seconds=2)) for name in "abc"]
+    with at_most(0.3):
+        for name, wait in zip("cba", reversed(waits), strict=True):
+            other.put(f"rdzv/{name}", b"x")
+            assert wait.end().result is True
+    keys.rest()
+    other.put("rdzv/never", b"x")
+    with at_most(0.3):
+        assert never.end().result is True, "it listens again by itself"
+
+
 # ---- under a rendezvous ----------------------------------------------------------------------------------------
 
 

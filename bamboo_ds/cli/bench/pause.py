@@ -97,7 +97,8 @@ def pause(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None:
     }  # fmt: skip
     judged = judge(report)
     rows = [[mode, kind, *(report[mode][kind][name] for name in COLUMNS)] for mode in MODES for kind in KINDS]
-    shape = f"{STAGES} stages, {MICRO_BATCHES} micro-batches, f = 10 ms, b = 20 ms (paced)"
+    pace = f"f = {1000 * FORWARD_SECONDS:g} ms, b = {1000 * BACKWARD_SECONDS:g} ms"
+    shape = f"{STAGES} stages, {MICRO_BATCHES} micro-batches, {pace} (paced)"
     finish(
         {"ok": all(judged.values()), **report, "demands": judged, "seconds": round(time.monotonic() - started, 1)},
         [table(f"bench pause: {shape}", ["mode", "phase", *COLUMNS], rows, caption=str(judged))],
@@ -221,9 +222,8 @@ def stage_costs() -> StageCosts:
 # ---- the workers' side ---------------------------------------------------------------------------------------------
 
 
-def job_of(death: Death) -> Job:
-    """Return the paced job."""
-    del death
+def paced() -> Job:
+    """Return the job of all cases."""
     return paced_job(
         layers=STAGES,
         forward_seconds=FORWARD_SECONDS,
@@ -237,14 +237,14 @@ def config_of(death: Death) -> dict[str, Any]:
     """Return the DeepSpeed config of a case."""
     # The steps after the loss are those of the merged pipeline: it is not to be cut anew.
     block = {"redundancy": death.redundancy, "seed": 7, "timeout_seconds": CASE_SECONDS, "reconfigure": "needed"}
-    return {**job_of(death).deepspeed_config(), "bamboo": block}
+    return {**paced().deepspeed_config(), "bamboo": block}
 
 
 def train(death: Death, folder: Path) -> dict[str, Any]:
     """Train as one worker; the victim dies in time. Returns what a survivor tells."""
     import bamboo_ds
 
-    job = job_of(death)
+    job = paced()
     module = bamboo_ds.BambooPipelineModule(
         layers=job.layers(), num_stages=STAGES, loss_fn=job.loss_fn, seed_layers=True, base_seed=job.base_seed
     )

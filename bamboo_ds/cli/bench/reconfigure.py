@@ -8,12 +8,14 @@ make it whole and give it a second. Of each new epoch is told:
   last had heard that all have what they need;
 * `bytes_moved`: state that was received, of all workers together, and `bytes_minimum`: what the new places need and
   their workers did not have;
-* `allowed_seconds`: 0.3 s, and twice the time in which the worker that receives most could have received it, by the
-  bandwidth of one connection over loopback, measured in the same run. All workers share this machine's cores.
+* `allowed_seconds`: 0.3 s, and twice the time in which the worker that receives most could have received it. The
+  bandwidth for that is measured in the same run: of one connection over loopback, with as many others beside it as
+  workers received, since all workers share the cores of this machine.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import tempfile
 import time
@@ -87,19 +89,16 @@ def reconfigure(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None
     """Reshape a running job in four ways and see how long it stalls."""
     warm_up()
     started = time.monotonic()
-    bandwidth = statistics.median(values(run_workers(_probe, 2, timeout_seconds=60)))
     width, runs = (QUICK_WIDTH, 1) if quick else (WIDTH, RUNS)
     todo = [change for change in CHANGES for _ in range(runs)]
     measured = [(change, measure(change, width=width)) for change in progress(todo, "reconfigure")]
-    cases = [
-        summary(change, [told for of, told in measured if of is change], bandwidth=bandwidth) for change in CHANGES
-    ]
+    cases = [summary(change, [told for of, told in measured if of is change]) for change in CHANGES]
     columns = ["from", "to", "stall_seconds", "allowed_seconds", "bytes_moved", "bytes_minimum", "ok"]
     finish(
         {
             "ok": all(case["ok"] for case in cases),
             "state_bytes": LAYERS * unit_bytes(width),
-            "bandwidth_bytes_per_second": rounded(bandwidth),
+            "bandwidth_bytes_per_second": rounded(bandwidth(1)),
             "cases": cases,
             "seconds": round(time.monotonic() - started, 1),
         },
@@ -108,12 +107,13 @@ def reconfigure(as_json: bool = JSON_OPTION, quick: bool = QUICK_OPTION) -> None
     )
 
 
-def summary(change: Change, runs: Sequence[Sequence[Moved]], *, bandwidth: float) -> dict[str, Any]:
+def summary(change: Change, runs: Sequence[Sequence[Moved]]) -> dict[str, Any]:
     """Return what is printed of a change: the median run by its stall."""
     run = sorted(runs, key=stall)[len(runs) // 2]
+    receivers = sum(one.received > 0 for one in run)
     most = max((one.received for one in run), default=0)
     moved, minimum = sum(one.received for one in run), sum(one.lacked for one in run)
-    allowed = STALL_SECONDS + TRANSFERS * most / bandwidth
+    allowed = STALL_SECONDS + TRANSFERS * most / bandwidth(max(receivers, 1))
     return {
         "from": _shown(change.before),
         "to": _shown(change.after),
@@ -123,7 +123,8 @@ def summary(change: Change, runs: Sequence[Sequence[Moved]], *, bandwidth: float
         "bytes_moved": moved,
         "bytes_minimum": minimum,
         "most_bytes_of_a_worker": most,
-        "bandwidth_bytes_per_second": rounded(bandwidth),
+        "receivers": receivers,
+        "bandwidth_bytes_per_second": rounded(bandwidth(max(receivers, 1))),
         "ok": stall(run) <= allowed and moved <= EXCESS * minimum and {one.shape for one in run} == {change.after},
     }
 
@@ -246,18 +247,27 @@ def unit_bytes(width: int) -> int:
     return (width * width + width) * 12 + 2 * 4
 
 
+@functools.cache
+def bandwidth(connections: int) -> float:
+    """Measure the bandwidth of one of so many busy connections over loopback, as state travels: bytes per second."""
+    told = values(run_workers(_probe, 2 * connections, timeout_seconds=60))
+    return statistics.median(told[1::2])
+
+
 def _probe(rank: int) -> float:
-    """Measure the bandwidth of one connection over loopback, as state travels: bytes per second."""
+    """Send to, or receive from, the neighbour; return the median bandwidth of some rounds."""
     import torch
     import torch.distributed as torch_distributed
 
     torch_distributed.init_process_group("gloo", timeout=timedelta(seconds=30))
+    pairs = range(0, torch_distributed.get_world_size(), 2)
+    groups = [torch_distributed.new_group([first, first + 1]) for first in pairs]
     room, seconds = torch.zeros(PROBE_BYTES, dtype=torch.uint8), []
     for _ in range(5):
         torch_distributed.barrier()
         started = time.monotonic()
-        torch_distributed.broadcast(room, src=0)
-        torch_distributed.barrier()
+        torch_distributed.broadcast(room, src=rank - rank % 2, group=groups[rank // 2])
         seconds.append(time.monotonic() - started)
+    torch_distributed.barrier()
     torch_distributed.destroy_process_group()
     return PROBE_BYTES / statistics.median(seconds)
