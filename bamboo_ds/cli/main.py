@@ -8,6 +8,7 @@ import typer
 
 from bamboo_ds.cli.bench import bench
 from bamboo_ds.cli.bench.fleet import fleet
+from bamboo_ds.cli.bench.validate import ValidateOptions, validate
 from bamboo_ds.cli.chaos import ChaosOptions, chaos
 from bamboo_ds.cli.cloud import cloud
 from bamboo_ds.cli.options import command
@@ -32,6 +33,7 @@ app.command()(schedule)
 app.command("simulate")(command(simulate, SimulateOptions, name="simulate"))
 app.command("profile")(command(profile, ProfileOptions, name="profile"))
 bench.command()(fleet)
+bench.command("validate")(command(validate, ValidateOptions, name="bench validate"))
 app.add_typer(bench, name="bench")
 app.add_typer(cloud, name="cloud")
 

@@ -130,15 +130,18 @@ class BambooJob:
         self._resume_at, self._stall = math.inf, Cause.WAITING
         self._begun = self._changed = self._settled = False
         self._begin_at = math.inf
+        self._silent: dict[str, float] = {}  # nodes that are gone, and when their leases end
 
     def play(self, instants: Sequence[Instant], *, seconds: float) -> Ledger:
         """Play a whole trace and return where the time went."""
         for instant in instants:
+            self._end_leases(instant.seconds)
             self._advance(instant.seconds)
             if instant.gone:
                 self._lose(instant)
             if instant.joined:
                 self._join(instant)
+        self._end_leases(seconds)
         self._advance(seconds)
         if self._running is not None:  # what the end cuts off
             self.ledger.spend(Cause.TRAINING, seconds - self._running.since)
@@ -212,26 +215,52 @@ class BambooJob:
             self._boundary(step_seconds=None)
 
     def _lose(self, instant: Instant) -> None:
-        change = self._fleet.lose(instant.gone, settled=self._settled)
+        """Lose nodes. Nobody misses one without a stage before its lease ends, unless the coordinator goes with it."""
+        fleet, constants, at = self._fleet, self._constants, instant.seconds
+        together = not constants.lease_seconds or fleet.coordinator in instant.gone
+        silent = () if together else fleet.unplaced(instant.gone)
+        self._silent.update(dict.fromkeys(silent, at + constants.lease_seconds))
+        gone = [node for node in instant.gone if node not in self._silent]
+        if gone:
+            change = fleet.lose(gone, settled=self._settled)
+            noticed = max(constants.lease_seconds if change.by_lease else 0.0, constants.detect_seconds)
+            self._answer(change, at=at, noticed_seconds=noticed)
+
+    def _end_leases(self, until: float) -> None:
+        """Lose the nodes that nobody missed, as their leases end; a new epoch may have counted on them."""
+        while self._silent and (at := min(self._silent.values())) <= until:
+            self._advance(at)
+            gone = [node for node, end in self._silent.items() if end <= at]
+            for node in gone:
+                del self._silent[node]
+            self._answer(self._fleet.lose(gone, settled=self._settled), at=at, noticed_seconds=0.0)
+
+    def _answer(self, change: Change, *, at: float, noticed_seconds: float) -> None:
+        """Go on after a loss that is noticed so much later."""
         self.counts[change.action] += 1
         self._changed = True
+        running, detect = self._running, self._constants.detect_seconds
         if change.action is Action.ABORT:
-            self._drop_step(instant.seconds)
-            self._boundary(step_seconds=None, after_seconds=self._constants.detect_seconds)
-        elif change.action is Action.FAILOVER and self._running is not None:
-            self._fail_over(self._running, change.hits, at=instant.seconds)
+            self._drop_step(at)
+            self._boundary(step_seconds=None, after_seconds=noticed_seconds)
+        elif change.action is Action.FAILOVER and running is not None:
+            self._fail_over(running, change.hits, at=at, later=noticed_seconds - detect)
+        elif change.by_lease and running is not None:  # no step is decided without a coordinator
+            running.late = max(running.late, at + noticed_seconds - running.since - running.pace.seconds)
 
-    def _fail_over(self, running: _Running, hits: Sequence[Hit], *, at: float) -> None:
-        """Let the running step take longer."""
+    def _fail_over(self, running: _Running, hits: Sequence[Hit], *, at: float, later: float) -> None:
+        """Let the running step take longer, by `later` seconds more than if the loss were reported at once."""
         shape = running.step.shape
         end = self._times.end_seconds(shape.num_stages, shape.num_pipelines)
         base = running.pace.seconds - running.pace.checkpoint - end  # when the last pipeline is through
+        for pipeline in {hit.pipeline for hit in hits}:
+            running.added[pipeline] = running.added.get(pipeline, 0.0) + later
         for hit in hits:
             micro_batches = self._paces.micro_batches(hit.pipeline, running.step)
             extra = self._times.failover_seconds(
                 micro_batches, shape.num_stages, stage=hit.stage, share=(at - running.since) / base
             )
-            running.added[hit.pipeline] = running.added.get(hit.pipeline, 0.0) + extra
+            running.added[hit.pipeline] += extra
             owners = running.step.merged.get(hit.pipeline, tuple(range(shape.num_stages)))
             seconds = self._times.pipeline_seconds(micro_batches, owners) + running.added[hit.pipeline]
             running.late = max(running.late, seconds - base)
@@ -260,7 +289,9 @@ class BambooJob:
                 self._checkpoints.roll_back(self._now)
             seconds = self._restore_seconds() if restored else self._move_seconds(change)
             self._stall = Cause.RESTART if restored else Cause.RECONFIGURATION
-            self._resume_at = self._now + after_seconds + seconds
+            # An epoch that counts on who is dead does not begin: it is aborted when the lease ends.
+            dead = len(self._fleet.unplaced(self._silent)) < len(self._silent)
+            self._resume_at = math.inf if dead else self._now + after_seconds + seconds
         elif self._fleet.step is None:
             self._stall, self._resume_at = Cause.WAITING, math.inf
         else:

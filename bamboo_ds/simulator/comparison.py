@@ -59,7 +59,7 @@ class Figures:
         goodput: throughput over that of undisturbed training at full capacity times the mean share of nodes there.
         failovers: decisions to let shadows take over.
         reconfigurations: decisions for a new shape or placement; also restarts without a loss.
-        fatal_losses: losses that cost the running step or more.
+        fatal_losses: losses that cost the running step, an epoch that had not begun, or more.
         restores: how often a checkpoint was gone back to.
         preemptions: nodes that were lost.
         mean_nodes: nodes there, on the mean.
@@ -161,7 +161,7 @@ class Comparison:
     # ---- Bamboo ----
 
     def _run_bamboo(self, trace: Trace, redundancy: Redundancy, *, zones: bool, record: bool) -> Run:
-        paces = self._paces_of(redundancy, zones)
+        paces = self.paces(redundancy, zones=zones)
         job = BambooJob(self._fleet(redundancy), paces=paces, constants=self.constants, record=record)
         played, seen = self._played(trace)
         ledger = job.play(seen, seconds=played.seconds)
@@ -194,7 +194,8 @@ class Comparison:
             model=workload.model,
         )
 
-    def _paces_of(self, redundancy: Redundancy, zones: bool) -> Paces:
+    def paces(self, redundancy: Redundancy, *, zones: bool) -> Paces:
+        """Return what steps take."""
         key = (redundancy, zones)
         if key not in self._paces:
             plain = self._times_of("off", zones, self.workload)

@@ -44,6 +44,9 @@ class Constants:
     commit_seconds: float = _of(0.005, _BENCH.format("store"))
     commit_seconds_per_pipeline: float = _of(0.0015, f"{_BENCH.format('store')}: 9, 25, 101 ms with 4, 16, 64")
     detect_seconds: float = _of(0.09, _BENCH.format("detect"))
+    lease_seconds: float = _of(
+        10.0, "default of `--ttl`: for what no two neighbours can report, and for the coordinator"
+    )
     reroute_seconds: float = _of(0.1, "docs/cluster.md: some 100 ms for new links")
     reconfigure_seconds: float = _of(0.3, "bound of `bamboo-ds bench reconfigure`, besides twice the transfer")
     transfer_factor: float = _of(2.0, "bound of `bamboo-ds bench reconfigure`: of bytes per worker over bandwidth")

@@ -6,7 +6,7 @@ many bytes a worker must receive. `PolicyFleet` keeps a cluster and a plan as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from bamboo_ds.plan.reshape import Costs
 from bamboo_ds.plan.roster import StartRule, close_roster
 from bamboo_ds.simulator.trace import NodeEvent
 
-__all__ = ["Change", "Fleet", "Hit", "PolicyFleet", "Step"]
+__all__ = ["Change", "Fleet", "Hit", "PolicyFleet", "Step", "unreported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,13 @@ class Change:
         action: what was decided.
         hits: of a failover.
         moved_bytes: of a new epoch: the most that a worker must receive.
+        by_lease: of a loss: whether nothing is known of it until a lease ends.
     """
 
     action: Action
     hits: tuple[Hit, ...] = ()
     moved_bytes: int = 0
+    by_lease: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,15 @@ class Fleet(Protocol):
     @property
     def step(self) -> Step | None:
         """The current plan; None while nobody can train."""
+        ...
+
+    @property
+    def coordinator(self) -> str | None:
+        """The node that coordinates: the candidate who came first."""
+        ...
+
+    def unplaced(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Return those of some nodes that have no stage in the current plan; none before the first."""
         ...
 
     def begin(self, *, waited_seconds: float) -> Change:
@@ -122,6 +133,18 @@ class PolicyFleet:
         }
         return Step(Shape(plan.num_stages, plan.num_pipelines), merged)
 
+    @property
+    def coordinator(self) -> str | None:
+        """The node that coordinates."""
+        return next(iter(self._nodes), None)
+
+    def unplaced(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Return those of some nodes that have no stage."""
+        if self.plan is None:
+            return ()
+        placed = {owner for row in self.plan.owners for owner in row}
+        return tuple(node for node in nodes if placed.isdisjoint(self._nodes[node].workers))
+
     def begin(self, *, waited_seconds: float) -> Change:
         """Begin the job if those who are ready may."""
         ready = [worker.id for worker in Cluster(self._bounds, tuple(self._nodes.values())).workers]
@@ -139,12 +162,17 @@ class PolicyFleet:
 
     def lose(self, nodes: Iterable[str], *, settled: bool) -> Change:
         """Lose nodes at once."""
+        coordinator = self.coordinator
         lost = [worker for node in nodes for worker in self._nodes.pop(node).workers]
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             return Change(Action.WAIT)
-        placed = self.plan.workers
-        losses = tuple(Loss(worker, Cause.LEASE, f"worker {worker} is gone") for worker in lost if worker in placed)
-        return self._decide(Lost(losses, settled=settled)) if losses else Change(Action.KEEP)
+        losses = tuple(
+            Loss(worker, Cause.LEASE, f"worker {worker} is gone") for worker in lost if worker in plan.workers
+        )
+        change = self._decide(Lost(losses, settled=settled)) if losses else Change(Action.KEEP)
+        by_lease = coordinator not in self._nodes or unreported(plan, lost, redundancy=self._bounds.redundancy)
+        return replace(change, by_lease=by_lease)
 
     def boundary(self, *, step_seconds: float | None) -> Change:
         """Decide when no step runs."""
@@ -163,6 +191,13 @@ class PolicyFleet:
         if decision.action in (Action.FAILOVER, Action.ABORT):
             return Change(decision.action, hits=_hits(before, decision.plan))
         return Change(decision.action, moved_bytes=_moved(before, decision.plan, self._bounds))
+
+
+def unreported(plan: Plan, lost: Collection[int], *, redundancy: bool) -> bool:
+    """Return whether some of those who are lost at once have no two live neighbours in their pipeline to report it."""
+    owners = {owner for row in plan.owners for owner in row} - {NOBODY}
+    around = (plan.neighbours(worker, redundancy=redundancy) for worker in owners.intersection(lost))
+    return any(len(set(neighbours).difference(lost)) < 2 for neighbours in around)
 
 
 def _hits(before: Plan, after: Plan) -> tuple[Hit, ...]:

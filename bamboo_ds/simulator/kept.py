@@ -7,7 +7,7 @@ all workers anew each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from bamboo_ds.plan.cluster import Shape
@@ -46,6 +46,15 @@ class KeptFleet:
         stages = len(self._rows[0])
         return Step(Shape(stages, len(self._rows)), {row: owners_of(stages, dead) for row, dead in self._dead.items()})
 
+    @property
+    def coordinator(self) -> str | None:
+        """The node that coordinates."""
+        return next(iter(self._zones), None)
+
+    def unplaced(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Return those of some nodes that have no stage."""
+        return tuple(node for node in nodes if node not in self._places) if self._rows else ()
+
     def begin(self, *, waited_seconds: float) -> Change:
         """Begin the job if those who are ready may."""
         roster = close_roster(self._rule, ready=range(len(self._spare)), waited_seconds=waited_seconds)
@@ -62,6 +71,7 @@ class KeptFleet:
     def lose(self, nodes: Iterable[str], *, settled: bool) -> Change:
         """Lose nodes at once."""
         lost: dict[int, set[int]] = {}
+        coordinator = self.coordinator
         for node in nodes:
             zone = self._zones.pop(node)
             place = self._places.pop(node, None)
@@ -69,10 +79,12 @@ class KeptFleet:
                 self._spare.remove(node, zone)
             else:
                 lost.setdefault(place[0], set()).add(place[1])
+        by_lease = coordinator not in self._zones or self._is_unreported(lost)
         if not lost:
-            return Change(Action.KEEP)
+            return Change(Action.KEEP, by_lease=by_lease)
         hits = list(chain.from_iterable(self._hit(row, frozenset(stages), settled) for row, stages in lost.items()))
-        return Change(Action.ABORT) if self._aborted else Change(Action.FAILOVER, tuple(hits))
+        action = Action.ABORT if self._aborted else Action.FAILOVER
+        return Change(action, () if self._aborted else tuple(hits), by_lease=by_lease)
 
     def boundary(self, *, step_seconds: float | None) -> Change:
         """Decide when no step runs."""
@@ -86,6 +98,14 @@ class KeptFleet:
         if self._precedents.reshape(len(self._rows[0]), len(self._rows), self._dead, shape, step_seconds):
             return self._new_epoch(Action.RECONFIGURE, shape)
         return Change(Action.KEEP)
+
+    def _is_unreported(self, lost: Mapping[int, Collection[int]]) -> bool:
+        """Return whether in some row nobody can report the stages that it loses."""
+        nobody = frozenset[int]()
+        return any(
+            self._precedents.unreported(len(self._rows[row]), self._dead.get(row, nobody), frozenset(stages))
+            for row, stages in lost.items()
+        )
 
     def _hit(self, row: int, stages: Dead, settled: bool) -> Iterator[Hit]:
         """Lose stages of a row; yield those that change hands."""

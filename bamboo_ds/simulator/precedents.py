@@ -19,6 +19,7 @@ from bamboo_ds.plan.moving import moving
 from bamboo_ds.plan.plan import NOBODY, Plan
 from bamboo_ds.plan.policy import Lost, decide, unheld_stages
 from bamboo_ds.plan.reshape import Costs, weigh
+from bamboo_ds.simulator.fleet import unreported
 
 __all__ = ["Dead", "Precedents", "owners_of"]
 
@@ -74,6 +75,10 @@ class Precedents:
     def aborts(self, stages: int, before: Dead, lost: Dead, *, settled: bool) -> bool:
         """Return whether a pipeline whose homes `before` are dead cannot go on when it loses others."""
         return _after(stages, before, lost, settled, self.bounds.redundancy).aborted
+
+    def unreported(self, stages: int, before: Dead, lost: Dead) -> bool:
+        """Return whether a pipeline whose homes `before` are dead has nobody who can report the loss of others."""
+        return _unreported(stages, before, lost, self.bounds.redundancy)
 
     def has_unheld_stages(self, stages: int, rows: int, dead: Mapping[int, Dead]) -> bool:
         """Return whether the layers of some stage are with nobody alive."""
@@ -148,6 +153,11 @@ def _after(stages: int, before: Dead, lost: Dead, settled: bool, redundancy: boo
     nodes = tuple(Node(str(stage), "", (stage,)) for stage in range(stages) if stage not in before | lost)
     decision = decide(Cluster(Bounds(stages, redundancy=redundancy), nodes), plan, Lost(losses, settled=settled))
     return plan if decision.plan is None else decision.plan
+
+
+@lru_cache(maxsize=4096)
+def _unreported(stages: int, before: Dead, lost: Dead, redundancy: bool) -> bool:
+    return unreported(_after(stages, frozenset(), before, True, redundancy), lost, redundancy=redundancy)
 
 
 def owners_of(stages: int, dead: Dead) -> tuple[int, ...]:

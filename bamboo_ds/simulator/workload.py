@@ -64,6 +64,7 @@ class Workload:
         on_demand_stages: P on machines that stay, where nothing is redundant: the paper gives pipelines on spot
             instances one and a half times the stages.
         source: where the figures come from.
+        cut_by: cost of each layer by which the job cuts its stages, if it declares one (`bamboo.layer_costs`).
 
     Raises:
         ConfigError: names the value that cannot be right.
@@ -78,8 +79,14 @@ class Workload:
     min_stages: int = 1
     on_demand_stages: int = 0
     source: str = ""
+    cut_by: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.cut_by) not in (0, len(self.layers)):
+            raise ConfigError(
+                f"workload {self.name}: cut_by has {len(self.cut_by)} entries for {len(self.layers)} layers: give one "
+                "for each"
+            )
         if not self.on_demand_stages:
             object.__setattr__(self, "on_demand_stages", max(round(self.num_stages / 1.5), 1))
         for name in ("micro_batch_samples", "micro_batches", "pipelines", "min_stages"):
@@ -110,7 +117,7 @@ class Workload:
     @cached_property
     def model(self) -> Model:
         """What the policy knows of it."""
-        costs = tuple(layer.forward_seconds + layer.backward_seconds for layer in self.layers)
+        costs = self.cut_by or tuple(layer.forward_seconds + layer.backward_seconds for layer in self.layers)
         stages = range(self.min_stages, max(self.num_stages, self.on_demand_stages) + 1)
         return Model(
             partitions={count: balanced_parts(costs, count) for count in stages},
@@ -163,7 +170,7 @@ def read_workload(path: Path) -> Workload:
         raise ConfigError(f"cannot read the workload {path}: {error}") from None
     try:
         layers = tuple(Layer(**_known(Layer, layer)) for layer in found.pop("layers"))
-        return Workload(layers=layers, **_known(Workload, found))
+        return Workload(layers=layers, cut_by=tuple(found.pop("cut_by", ())), **_known(Workload, found))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (AttributeError, KeyError, TypeError) as error:

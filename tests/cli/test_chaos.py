@@ -138,6 +138,8 @@ def test_it_counts_what_the_events_tell() -> None:
     assert found == {"failovers": 2, "reconfigurations": 2, "restores": 1, "aborts": 1, "restarts": 0}
     again = {**event("node_joined", workers=[7]), "node": "n1"}
     assert told([*joined, again])["restarts"] == 1
+    given = {**event("node_joined", workers=[8, 9]), "node": "n3"}  # by a cloud, in place of one that was lost
+    assert told([*joined, given])["restarts"] == 0
     assert told([*joined, event("roster"), event("roster")])["restarts"] == 1
 
 

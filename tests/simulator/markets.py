@@ -20,7 +20,7 @@ from bamboo_ds.simulator.workload import Layer, Workload
 
 SIMPLE = Constants(
     warm_up_seconds=0.0, latency_seconds=0.0, zone_latency_seconds=0.0, bandwidth=1e18, zone_bandwidth=1e18,
-    commit_seconds=0.0, commit_seconds_per_pipeline=0.0, detect_seconds=0.0, reroute_seconds=0.0,
+    commit_seconds=0.0, commit_seconds_per_pipeline=0.0, detect_seconds=0.0, lease_seconds=0.0, reroute_seconds=0.0,
     reconfigure_seconds=2.0, copy_bandwidth=1e18, restart_seconds=10.0, drop_seconds=5.0, oobleck_seconds=5.0,
 )  # fmt: skip
 """Everything that can be instantaneous is; a new epoch takes 2 s."""

@@ -82,6 +82,55 @@ def test_neighbours_lost_at_once_cost_the_step(kept: bool) -> None:
     assert job.ledger.steps == 1 + int((1000 - at - 2) / 33)
 
 
+@pytest.mark.parametrize(
+    ("kept", "victims", "waited"),
+    [
+        (False, "2", 0),  # its neighbours report it
+        (True, "2", 0),
+        (False, "0", 50),  # the first to come coordinates
+        (True, "0", 50),
+        (False, "2,4", 50),  # neighbours
+        (True, "1,2", 50),
+        (False, "2,6", 0),  # of one pipeline, but no neighbours
+        (True, "1,3", 0),
+        (False, "2,3", 0),  # of two pipelines
+        (True, "1,5", 0),
+    ],
+)
+def test_a_loss_that_no_two_neighbours_report_is_known_when_its_lease_ends(
+    kept: bool, victims: str, waited: int
+) -> None:
+    trace = story("0 +8", f"{2 + STEP + 10} -{victims}", seconds=400)
+    late, at_once = (
+        spent(played(even(), trace, kept=kept, constants=replace(SIMPLE, lease_seconds=seconds)))
+        for seconds in (50.0, 0.0)
+    )
+    causes = ("failover", "reconfiguration")
+    assert sum(late.get(cause, 0.0) - at_once.get(cause, 0.0) for cause in causes) == pytest.approx(waited)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_epoch_that_counts_on_a_dead_standby_is_aborted_when_its_lease_ends(kept: bool) -> None:
+    slow = replace(SIMPLE, lease_seconds=100.0)
+    # The spare n8 dies with n2, whose place it is given at the end of the step.
+    trace = story("0 +8", "5 +1", "50 -2,8", seconds=1000)
+    late, at_once = (played(even(), trace, kept=kept, constants=constants) for constants in (slow, SIMPLE))
+    assert (at_once.counts[Action.ABORT], at_once.counts[Action.RECONFIGURE]) == (0, 0)
+    assert (late.counts[Action.FAILOVER], late.counts[Action.ABORT], late.counts[Action.RECONFIGURE]) == (1, 1, 2)
+    assert 100 - 2 * STEP < spent(late)["reconfiguration"] - spent(at_once)["reconfiguration"] < 100
+    assert sum(spent(late).values()) == pytest.approx(1000)
+
+
+def test_a_coordinator_without_a_stage_holds_up_the_commit() -> None:
+    trace = story("0 +12", "40 -2", "400 -0", seconds=2000)  # the pipeline of n2 is dissolved, and n0 is of it
+    workload = even(pipelines=3, micro_batches=12)
+    late, at_once = (
+        played(workload, trace, kept=True, constants=replace(SIMPLE, lease_seconds=seconds)) for seconds in (500.0, 0.0)
+    )
+    assert (late.counts[Action.FAILOVER], late.counts[Action.ABORT]) == (1, 0)
+    assert 500 - (6 + 3) * 3 < spent(late)["failover"] - spent(at_once)["failover"] <= 500
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_stage_that_nobody_holds_is_restored_from_a_checkpoint(kept: bool) -> None:
     constants = replace(SIMPLE, checkpoint_seconds=100.0, storage_bandwidth=100.0)
@@ -143,7 +192,9 @@ def test_all_time_has_a_cause_and_all_samples_a_step(
     workload = even(pipelines=3, micro_batches=7, min_stages=min_stages, state_bytes=10**6)
     market = Market(nodes=12, hours=2, rate=rate, zones=zones, delay_seconds=delay)
     trace = generate(market, seed=seed)
-    constants = replace(SIMPLE, warm_up_seconds=20.0, detect_seconds=0.5, reroute_seconds=1.0, storage_bandwidth=1e5)
+    constants = replace(
+        SIMPLE, warm_up_seconds=20.0, detect_seconds=0.5, lease_seconds=30.0, reroute_seconds=1.0, storage_bandwidth=1e5
+    )
     job = played(workload, trace, kept=kept, constants=constants)
     ledger = job.ledger
     assert sum(ledger.seconds.values()) == pytest.approx(trace.seconds, abs=1e-6)

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from bamboo_ds.errors import ConfigError
-from bamboo_ds.simulator.comparison import KEPT_ABOVE, POLICIES, Comparison, Figures
+from bamboo_ds.simulator.comparison import KEPT_ABOVE, POLICIES, Comparison
 from bamboo_ds.simulator.constants import Constants
 from bamboo_ds.simulator.many import Scenario, mean_figures, run_seeds
 from bamboo_ds.simulator.market import Market, generate
 from bamboo_ds.simulator.models import built_in
-from bamboo_ds.simulator.validation import validate
 from tests.simulator.markets import SIMPLE, even, story
 
 QUIET = story("0 +8", seconds=36000)
@@ -74,7 +73,8 @@ def test_large_clusters_keep_their_placement() -> None:
 def test_zones_keep_bulks_from_taking_neighbours() -> None:
     market = Market(nodes=48, hours=24, rate=0.10, zones=3)
     one = replace(market, zones=1)
-    both = Comparison(built_in("bert-large"), constants=Constants(), kept=True)
+    known_at_once = replace(Constants(), lease_seconds=0.0)  # no epoch counts on standbys that went with others
+    both = Comparison(built_in("bert-large"), constants=known_at_once, kept=True)
     fatal = [
         sum(both.run(generate(each, seed=seed), "bamboo").figures.fatal_losses for seed in range(6))
         for each in (market, one)
@@ -118,42 +118,3 @@ def test_means_and_deviations_are_over_seeds() -> None:
     told = json.loads(json.dumps(mean.as_json()))
     assert told["throughput"] == pytest.approx(mean.throughput, rel=1e-4)
     assert set(told) >= {"cost_per_hour", "value", "goodput", "failovers", "reconfigurations", "fatal_losses"}
-
-
-# ---- against a real cluster ------------------------------------------------------------------------------------------
-
-
-def figures(throughput: float, failovers: float = 3, reconfigurations: float = 2) -> Figures:
-    ran = comparison().run(QUIET, "bamboo").figures
-    return replace(ran, throughput=throughput, failovers=failovers, reconfigurations=reconfigurations)
-
-
-@pytest.mark.parametrize(
-    ("simulated", "ok"),
-    [
-        (figures(10.0), True),
-        (figures(9.05), True),
-        (figures(8.9), False),
-        (figures(11.2), False),
-        (figures(10.0, failovers=4), False),
-        (figures(10.0, reconfigurations=1), False),
-    ],
-)
-def test_a_simulation_is_right_within_a_tenth_and_with_as_many_decisions(simulated: Figures, ok: bool) -> None:
-    found = validate(simulated, {"samples_per_second": 10.0, "failovers": 3, "reconfigurations": 2, "steps": 7})
-    assert found.ok is ok
-    assert found.as_json() == {
-        "ok": ok,
-        "throughput_ratio": pytest.approx(simulated.throughput / 10),
-        "failovers": [simulated.failovers, 3],
-        "reconfigurations": [simulated.reconfigurations, 2],
-    }
-
-
-@pytest.mark.parametrize(
-    "measured",
-    [{}, {"samples_per_second": 0, "failovers": 1, "reconfigurations": 1}, {"samples_per_second": "x", "failovers": 1}],
-)
-def test_measured_figures_that_cannot_be_are_refused(measured: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"measured figures|nothing was trained"):
-        validate(figures(10.0), measured)

@@ -42,6 +42,13 @@ class Watched:
     def step(self) -> Step | None:
         return self.fleet.step
 
+    @property
+    def coordinator(self) -> str | None:
+        return self.fleet.coordinator
+
+    def unplaced(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        return self.fleet.unplaced(nodes)
+
     def begin(self, *, waited_seconds: float) -> Change:
         self.told.append(("begin", waited_seconds))
         return self.fleet.begin(waited_seconds=waited_seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def test_stages_are_cut_by_cost_and_summed() -> None:
     assert workload.borders(1) == ()
 
 
+def test_a_job_that_declares_costs_is_cut_by_those_and_takes_what_it_takes() -> None:
+    layers = tuple(Layer(str(cost), cost, cost) for cost in (1, 2, 3))
+    workload = Workload("w", layers, 1, 3, num_stages=2, pipelines=1, cut_by=(5.0, 1.0, 1.0))
+    assert workload.model.parts(2) == (0, 1, 3)
+    assert workload.model.layer_costs == (5.0, 1.0, 1.0)
+    assert workload.stage_costs(2).forward == (1, 5)
+
+
 def test_a_redundant_forward_is_that_of_the_next_stage() -> None:
     layers = tuple(Layer(str(cost), cost, 1) for cost in (1, 2, 3))
     assert Workload("w", layers, 1, 3, num_stages=3, pipelines=1).stage_costs(3).redundant == (2, 3, 1)
@@ -40,8 +49,9 @@ def test_resizing_keeps_the_share_of_a_pipeline() -> None:
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     workload = even(3, state_bytes=7, gradient_bytes=5)
-    workload.write(tmp_path / "w.json")
-    assert read_workload(tmp_path / "w.json") == workload
+    for each in (workload, replace(workload, cut_by=(1.0, 2.0, 4.0))):
+        each.write(tmp_path / "w.json")
+        assert read_workload(tmp_path / "w.json") == each
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
         ({"num_stages": 9}, "num_stages = 9"),
         ({"pipelines": 0}, "pipelines = 0"),
         ({"micro_batches": 1}, "micro_batches = 1 are too few for 2 pipelines"),
+        ({"cut_by": [1]}, "cut_by has 1 entries for 3 layers: give one for each"),
         ({"colour": 1}, "unknown key"),
         ({"layers": [{"name": "a", "forward_seconds": -1, "backward_seconds": 1}]}, "forward_seconds = -1"),
         ({"layers": [{"name": "a"}]}, "a workload is one object"),

@@ -8,7 +8,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from bamboo_ds.clock import ManualClock
@@ -365,10 +365,9 @@ class Rehearsal:
         self.tally.live_seconds += zones.total() * seconds
         self.tally.ceiling_seconds += min(sum(capacity.values()), TARGET - 1) * seconds
         pairs, same = neighbours(tuple(sorted(zones.values())))
-        even = spread(zones.total(), counts={}, zones=ZONES) if zones else {}
         self.tally.pairs += pairs * seconds
         self.tally.same_zone += same * seconds
-        self.tally.best_same_zone += neighbours(tuple(sorted(even.values())))[1] * seconds
+        self.tally.best_same_zone += _fewest_in_one_zone(zones.total()) * seconds
 
 
 @lru_cache(maxsize=100_000)
@@ -392,6 +391,12 @@ def neighbours(zones: tuple[int, ...]) -> tuple[int, int]:
     rings = [[zone_of[worker] for worker in row] for row in rows]
     pairs = [pair for ring in rings for pair in zip(ring, [*ring[1:], *ring[:1]], strict=True) if len(ring) > 2]
     return len(pairs), sum(left == right for left, right in pairs)
+
+
+@cache
+def _fewest_in_one_zone(nodes: int) -> int:
+    """Return how many neighbours are in one zone when the zones have equal shares of so many nodes."""
+    return neighbours(tuple(sorted(spread(nodes, counts={}, zones=ZONES).values())))[1]
 
 
 def _shape(workers: int) -> Shape | None:

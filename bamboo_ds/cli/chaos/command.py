@@ -21,7 +21,7 @@ from bamboo_ds.cli.chaos.drive import begins_with, fitted
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.simulator.trace_files import read_trace
 
-__all__ = ["ChaosOptions", "chaos"]
+__all__ = ["ChaosOptions", "chaos", "log_folder"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def chaos(options: ChaosOptions) -> None:
     if not begins_with(trace):
         raise ConfigError(f"--trace {options.trace}: scaled to {options.nodes} nodes it never has any")
     warm_up()
-    with _folder(options.logs) as folder:
+    with log_folder(options.logs, prefix="bamboo-chaos-") as folder:
         from bamboo_ds.cli.chaos.run import Chaos  # loads torch
 
         report = Chaos(options, trace, folder).report()
@@ -88,10 +88,14 @@ def chaos(options: ChaosOptions) -> None:
 
 
 @contextlib.contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    """Make the folder for logs and checkpoints; one that nobody asked for goes in the end."""
+def log_folder(given: Path | None, *, prefix: str) -> Iterator[Path]:
+    """Make the folder for logs and checkpoints; one that nobody asked for goes in the end.
+
+    Raises:
+        ConfigError: the folder that was asked for holds something.
+    """
     if given is None:
-        with tempfile.TemporaryDirectory(prefix="bamboo-chaos-") as folder:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)
         return
     if given.exists() and any(given.iterdir()):

@@ -51,7 +51,7 @@ class Deed:
     """What was done to the cluster.
 
     Attributes:
-        at: `time.time()`.
+        at: `time.time()` of its beginning.
         change: what the market did.
         node: its name in the cluster.
         live: nodes that run from then on.
@@ -147,6 +147,7 @@ class Drive:
             self._journal.end_after(self._trained + _STEPS_AFTER)
 
     def _do(self, event: NodeEvent) -> None:
+        at = time.time()  # a loss may be answered before all processes of the node are gone
         if event.change is Change.ADD:
             name = self._names[event.node] = self._cluster.add(zone=event.zone or None)
         else:
@@ -156,7 +157,7 @@ class Drive:
                 return
             self._cluster.kill(name)
         live = len(self._cluster.live)
-        self.deeds.append(Deed(time.time(), event.change, name, live))
+        self.deeds.append(Deed(at, event.change, name, live))
         verb = "added" if event.change is Change.ADD else "killed"
         self._tell(f"step {self._trained}: {name} {verb}, {live} nodes")
 

@@ -106,6 +106,8 @@ class ChaosJob:
         checkpoints: folder for them.
         checkpoint_steps: between two.
         timeout_seconds: of all waits for other workers.
+        costs: of each layer, by which stages are cut; by default what layers cost as far as it matters for that.
+        timed: whether workers write down when they run which forward and backward.
     """
 
     stages: int
@@ -114,6 +116,8 @@ class ChaosJob:
     checkpoints: str
     checkpoint_steps: int
     timeout_seconds: float
+    costs: tuple[float, ...] = ()
+    timed: bool = False
 
     def layers(self, *, paced: bool = True) -> list[Any]:
         """List the layers; without `paced`, those that only take time take none."""
@@ -152,7 +156,7 @@ class ChaosJob:
             "pipelines": self.pipelines,
             "seed": self.reference(steps=0).seed,
             "timeout_seconds": self.timeout_seconds,
-            "layer_costs": self.layer_costs(),
+            "layer_costs": list(self.costs) or self.layer_costs(),
             "checkpoint": {"path": self.checkpoints, "interval_steps": self.checkpoint_steps},
         }
         return {**self.reference(steps=0).deepspeed_config(), "bamboo": block}

@@ -11,8 +11,19 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Journal", "StepLine"]
+__all__ = ["Journal", "Pass", "StepLine"]
+
+
+class Pass(NamedTuple):
+    """A forward or backward of a micro-batch; moments are of `time.time()`."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,9 @@ class StepLine:
         at: `time.time()` of its end, at this worker.
         worker: its id.
         stages: of the plan at the end of the step; `pipelines` likewise.
+        pipeline: of the worker; this and the next are there only if the job is `timed`.
+        computed: `time.time()` when this worker began to reduce the step's gradients, having computed its own.
+        passes: its forwards and backwards.
     """
 
     step: int
@@ -33,6 +47,9 @@ class StepLine:
     worker: int
     stages: int
     pipelines: int
+    pipeline: int = -1
+    computed: float = 0.0
+    passes: tuple[Pass, ...] = ()
 
 
 class Journal:
@@ -64,7 +81,7 @@ class Journal:
             return []
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [StepLine(**json.loads(line)) for line in lines]
+        return [_read(line) for line in lines]
 
     @property
     def steps(self) -> float:
@@ -79,3 +96,8 @@ class Journal:
         draft = self._last.with_suffix(".draft")
         draft.write_text(str(steps), encoding="utf-8")
         draft.replace(self._last)
+
+
+def _read(line: bytes) -> StepLine:
+    found = json.loads(line)
+    return StepLine(**{**found, "passes": tuple(Pass(*each) for each in found.get("passes", ()))})

@@ -45,20 +45,28 @@ def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     - failovers: plans in which shadows took over.
     - reconfigurations: epochs after the first.
     - restores: of those, how many went on from a checkpoint, as the workers say: they know what they hold.
-    - restarts: workers that were started beyond one for each node that joined, and times that the job began anew.
+    - restarts: workers that were started on a node that had joined before, and times that the job began anew.
     """
     actions = Counter(event["action"] for event in events if "action" in event)
     kinds = Counter(event["kind"] for event in events)
-    joined = [event for event in events if event["kind"] == "node_joined"]
-    workers = {worker for event in joined for worker in event["workers"]}
-    nodes = {event["node"] for event in joined}
     return {
         "failovers": actions["failover"],
         "reconfigurations": sum(actions[action] for action in _EPOCHS),
         "restores": kinds["restored"],
         "aborts": actions["abort"],
-        "restarts": len(workers) - len(nodes) + max(kinds["roster"] - 1, 0),
+        "restarts": _started_again(events) + max(kinds["roster"] - 1, 0),
     }
+
+
+def _started_again(events: Sequence[Mapping[str, Any]]) -> int:
+    """Count the workers of nodes that joined once more; a node that a cloud gives for another has a name of its own."""
+    first: dict[str, set[int]] = {}
+    workers: dict[str, set[int]] = {}
+    for event in events:
+        if event["kind"] == "node_joined":
+            first.setdefault(event["node"], set(event["workers"]))
+            workers.setdefault(event["node"], set()).update(event["workers"])
+    return sum(len(workers[node] - first[node]) for node in first)
 
 
 def lost_and_repeated(census: Sequence[int], *, steps: int, batch: int) -> tuple[int, int]:

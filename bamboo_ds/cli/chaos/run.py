@@ -7,25 +7,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.cli.bench.reference import train_one_process
 from bamboo_ds.cli.bench.report import rounded
-from bamboo_ds.cli.chaos.drive import Drive, begins_with
+from bamboo_ds.cli.chaos.disturbed import Disturbed, cluster_of, teller, train_disturbed
+from bamboo_ds.cli.chaos.drive import begins_with
 from bamboo_ds.cli.chaos.job import BATCH, ChaosJob
-from bamboo_ds.cli.chaos.journal import Journal, StepLine
+from bamboo_ds.cli.chaos.journal import Journal
 from bamboo_ds.cli.chaos.picture import Story, draw
-from bamboo_ds.cli.chaos.report import Timeline, lost_and_repeated, max_rel_diff, read_events, told
-from bamboo_ds.cli.chaos.worker import train
-from bamboo_ds.cli.local import LocalCluster
-from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
+from bamboo_ds.cli.chaos.report import Timeline, lost_and_repeated, max_rel_diff, told
 from bamboo_ds.errors import BambooError
 from bamboo_ds.simulator.trace import Trace
 
@@ -36,31 +30,9 @@ __all__ = ["MOST_DIFFERENCE", "Chaos"]
 
 MOST_DIFFERENCE = 1e-5
 """Of a loss, relative: sums over pipelines are taken in another order than in one process."""
-_TTL_SECONDS = 3.0
-_PATIENCE_SECONDS = 10.0
 _START_SECONDS = 60.0
 _SLOWEST_STEP_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Disturbed:
-    """What is left of the disturbed run.
-
-    Attributes:
-        ended: whether the job has said that it is done.
-        hung: whether it was given up.
-        lines: of all its steps, by all workers.
-        timeline: of its steps from the beginning of the trace on, and of what was done to it.
-        census: how often each sample is in the final weights, as each worker that knows it says.
-        events: of its agents.
-    """
-
-    ended: bool
-    hung: bool
-    lines: list[StepLine]
-    timeline: Timeline
-    census: tuple[list[int], ...]
-    events: list[dict[str, Any]]
+_say = teller("chaos")
 
 
 class Chaos:
@@ -108,49 +80,26 @@ class Chaos:
         folder.mkdir()
         journal = Journal(folder)
         journal.end_after(options.undisturbed_steps)
-        with self._cluster(folder, nodes=options.nodes, zones=options.zone_names) as cluster:
+        with cluster_of(self._job(folder), folder, nodes=options.nodes, zones=options.zone_names) as cluster:
             code = cluster.wait(_START_SECONDS + _SLOWEST_STEP_SECONDS * options.undisturbed_steps)
         if code != 0:
             raise BambooError(f"the undisturbed run has failed; its logs: {folder}")
         return Timeline.of(journal.read())
 
     def _disturbed(self) -> Disturbed:
-        options, folder = self._options, self._folder / "disturbed"
-        first = begins_with(self._trace)
-        zones = tuple(event.zone for event in first) if all(event.zone for event in first) else options.zone_names
-        lasts = self._trace.seconds / options.speedup
-        _say(f"2 of 3: {len(first)} nodes to begin with; the trace takes {lasts:.0f} s at {options.speedup:g} times")
-        folder.mkdir()
-        journal = Journal(folder)
-        with self._cluster(folder, nodes=len(first), zones=zones) as cluster:
-            drive = Drive(
-                cluster,
-                self._trace,
-                speedup=options.speedup,
-                journal=journal,
-                ready=functools.partial(_has_checkpoint, folder),
-                steps=options.steps,
-                stuck_seconds=options.stuck,
-                tell=_say,
-            )
-            code = cluster.wait(meanwhile=drive.go_on)
-            census = tuple(one for one in cluster.results().values() if one is not None)
-        lines = [*drive.lines, *journal.read()]
-        timeline = Timeline.of([line for line in lines if line.at >= drive.began], drive.deeds)
-        return Disturbed(code == 0, drive.hung, lines, timeline, census, read_events(folder / "logs"))
-
-    def _cluster(self, folder: Path, *, nodes: int, zones: tuple[str, ...]) -> LocalCluster:
-        job = self._job(folder)
-        return LocalCluster(
-            functools.partial(train, job, folder),
-            nodes=nodes,
-            zones=zones,
-            job="chaos",
-            ttl_seconds=_TTL_SECONDS,
-            patience_seconds=_PATIENCE_SECONDS,
-            log_folder=folder / "logs",
-            echo=False,
-            environment={CONFIG_VARIABLE: encoded(job.deepspeed_config())},
+        options = self._options
+        first, lasts = len(begins_with(self._trace)), self._trace.seconds / options.speedup
+        _say(f"2 of 3: {first} nodes to begin with; the trace takes {lasts:.0f} s at {options.speedup:g} times")
+        folder = self._folder / "disturbed"
+        return train_disturbed(
+            self._job(folder),
+            self._trace,
+            folder,
+            zones=options.zone_names,
+            speedup=options.speedup,
+            steps=options.steps,
+            stuck_seconds=options.stuck,
+            tell=_say,
         )
 
     def _job(self, folder: Path) -> ChaosJob:
@@ -199,12 +148,3 @@ def summary(run: Disturbed, undisturbed: Timeline, expected: Sequence[float], *,
     }
     exact = (counts["restarts"], lost, repeated) == (0, 0, 0) and difference <= MOST_DIFFERENCE
     return {"ok": run.ended and exact, **report}
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return (folder / "checkpoints" / "latest").exists()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"chaos: {time.strftime('%H:%M:%S')} {text}\n")
-    sys.stderr.flush()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bamboo_ds.cli.chaos.journal import Journal, StepLine
+from bamboo_ds.cli.chaos.journal import Journal, Pass, StepLine
 
 __all__ = ["STACKS_SIGNAL", "train"]
 
@@ -46,6 +46,7 @@ def train(job: Any, folder: Path) -> list[int] | None:
         training_data=Samples(),
         config=job.deepspeed_config(),
     )
+    timing = _Timing(engine) if job.timed else None
     while engine.global_steps < journal.steps:
         loss = float(engine.train_batch())
         journal.write(
@@ -56,11 +57,42 @@ def train(job: Any, folder: Path) -> list[int] | None:
                 worker=engine.module.worker,
                 stages=engine.plan.num_stages,
                 pipelines=engine.plan.num_pipelines,
+                **({} if timing is None else timing.of_step()),
             )
         )
     census = counted(engine)
     engine.close()
     return census
+
+
+class _Timing:
+    """Notes when an engine runs what.
+
+    Args:
+        engine: from now on.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        from bamboo_ds.schedule.instructions import BackwardPass, ForwardPass, ReduceGrads
+
+        self._engine, self._execute, self._reduce = engine, engine._execute, ReduceGrads
+        self._kinds = {ForwardPass: "forward", BackwardPass: "backward"}
+        self._computed = 0.0
+        self._passes: list[Pass] = []
+        engine._execute = self._noting
+
+    def _noting(self, instruction: Any) -> None:
+        began, kind = time.time(), self._kinds.get(type(instruction))
+        if isinstance(instruction, self._reduce):
+            self._computed = began
+        self._execute(instruction)
+        if kind is not None:
+            self._passes.append(Pass(kind, instruction.stage, instruction.micro_batch, began, time.time()))
+
+    def of_step(self) -> dict[str, Any]:
+        """Return these fields of the line of the step that has ended."""
+        passes, self._passes = tuple(self._passes), []
+        return {"pipeline": self._engine.pipeline_id, "computed": self._computed, "passes": passes}
 
 
 def counted(engine: Any) -> list[int] | None:
