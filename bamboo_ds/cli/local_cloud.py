@@ -32,6 +32,11 @@ class Nodes(Protocol):
         """Names of the nodes that run."""
         ...
 
+    @property
+    def over(self) -> bool:
+        """Whether the job is over."""
+        ...
+
     def add(self, *, zone: str | None = None) -> str:
         """Start a node and return its name."""
         ...
@@ -107,7 +112,7 @@ class LocalCloud:
         for name in self._released:
             nodes.kill(name, "term")
         self._released.clear()
-        if self._finished:
+        if self._finished or nodes.over:  # a node that comes now would begin the job once more
             return False
         market.start(now, name=lambda zone: nodes.add(zone=zone))
         return bool(market.promised)

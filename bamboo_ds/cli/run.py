@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +129,14 @@ def this_node(launch: Launch, etcd: EtcdConfig) -> AgentSettings:
         alone=not options.leash,
         metrics_port=options.metrics_port,
         environment={**launch.environment, **_devices(options, host)},
+        started_at=_boot_time() if options.started_for_job else None,
         companions=() if companion is None else (companion,),
     )
+
+
+def _boot_time() -> float:
+    """Return when this machine was started, in Unix seconds."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _run_alone(launch: Launch) -> int:
@@ -143,6 +150,7 @@ def _run_alone(launch: Launch) -> int:
         "--nodes": options.nodes,
         "--no_ssh": options.no_ssh or None,
         "--cloud": options.cloud,
+        "--started-for-job": options.started_for_job or None,
         "--num_nodes": options.num_nodes if options.num_nodes != 1 else None,
     }
     for flag, value in cluster_flags.items():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bamboo_ds.cli.local_cloud import LocalCloud, Nodes
+from bamboo_ds.cli.local_folder import locked_folder
 from bamboo_ds.cloud.attendant import Attendant, Cloud
 from bamboo_ds.cloud.ec2_client import Clients, check_boto3
 from bamboo_ds.cloud.ec2_fleet import Ec2Fleet
@@ -125,8 +125,8 @@ def local_fleet(config: CloudConfig | None, *, job: str, workers: int, zones: Se
     if config.provider is None:
         yield LocalFleet((_companion(settings, job=job, notice_file=config.notice_file),))
         return
-    with tempfile.TemporaryDirectory(prefix="bamboo-cloud-") as folder:
-        path = Path(folder) / "socket"
+    with locked_folder() as folder:
+        path = folder / "socket"
         settings = replace(settings, provider=lambda: LocalProvider(path, zones=names))
         with LocalCloud(local_market(config, zones=names), path) as cloud:
             yield LocalFleet((_companion(settings, job=job, notice_file=config.notice_file),), cloud)

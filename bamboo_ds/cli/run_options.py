@@ -81,6 +81,14 @@ class RunOptions(StoreOptions):
     on_demand: Annotated[
         bool, typer.Option("--on-demand", help="The cloud does not take this node away.", rich_help_panel=CLUSTER)
     ] = False
+    started_for_job: Annotated[
+        bool,
+        typer.Option(
+            "--started-for-job",
+            help="This machine was started for the job: leave if it has ended since, instead of beginning it anew.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = False
     nodes: Annotated[int | None, _option("--nodes", text="Begin at once when so many nodes are there.")] = None
     start_workers: Annotated[
         int | None, _option("--start-workers", text="Begin at once when so many workers are there.")
@@ -258,7 +266,10 @@ class RunOptions(StoreOptions):
         self._excludes("--logs", self.logs, {"--enable_each_rank_log": self.enable_each_rank_log})
         slots = {"--include": self.include, "--exclude": self.exclude, "--num_gpus": self.num_gpus}
         self._excludes("--workers-per-node", self.workers_per_node, {**slots, "--hostfile": self.hostfile})
-        own = {"--node": self.node, "--zone": self.zone, "--address": self.address, "--on-demand": self.on_demand}
+        own = {
+            "--node": self.node, "--zone": self.zone, "--address": self.address,
+            "--on-demand": self.on_demand, "--started-for-job": self.started_for_job,
+        }  # fmt: skip
         several = {**own, "--nodes": self.nodes, "--num_nodes": self.num_nodes, "--hostfile": self.hostfile}
         self._excludes("--local-nodes", self.local_nodes, {**several, **slots})
         if not self.no_ssh:

@@ -33,6 +33,8 @@ _CAMPAIGN_SECONDS = 30.0
 _RETRY_SECONDS = 1.0
 _TROUBLE_SECONDS = 30.0
 _JOIN_SECONDS = 3.0
+_END_SECONDS = 15.0
+"""In which the keeper of a job that is over has given back what still boots: some requests to a cloud."""
 _LAST_MOMENT_SECONDS = 5.0
 """So long before its deadline a node leaves by itself: then its loss is known at once, not after its lease."""
 
@@ -71,6 +73,7 @@ class Attendant:
     def __init__(self, host: AgentPort, cloud: Cloud) -> None:
         self._host, self._cloud = host, cloud
         self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._ending = threading.Event()
         self._notice: Notice | None = None
         self._timer: threading.Timer | None = None
         self._watcher: NoticeWatcher | None = None
@@ -80,12 +83,14 @@ class Attendant:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; takes a few seconds at most. May be called again."""
+        """Stop; takes a few seconds, some more if the job is over and its fleet ours to end. May be called again."""
         self._stopped.set()
         if self._watcher is not None:
             self._watcher.close()
         self._set_timer(None)
         self._thread.join(_JOIN_SECONDS)
+        if self._ending.is_set():
+            self._thread.join(_END_SECONDS)
 
     # ---- the fleet ---------------------------------------------------------------------------------------------
 
@@ -142,10 +147,27 @@ class Attendant:
                 books.count(None if keeper is None else keeper.holdings)
                 self._stopped.wait(min(pause, settings.look_seconds))
         finally:
-            if self._stopped.is_set() and (cost := books.close()) is not None:
-                samples = cost.samples_per_dollar
-                host.tell("cost", cost.text, spent=cost.spent, on_demand=cost.on_demand, samples_per_dollar=samples)
-                host.say(cost.text)
+            if self._stopped.is_set():
+                self._end(keeper, books)
+
+    def _end(self, keeper: Keeper | None, books: Bookkeeper) -> None:
+        """End the fleet, if the job is over, and say what it has cost."""
+        host = self._host
+        with contextlib.suppress(StoreError):  # what comes all the same leaves by itself
+            if keeper is not None and keeper.job_is_over():
+                self._ending.set()
+                keeper.finish()
+        if (cost := books.close()) is None:
+            return
+        host.tell(
+            "cost",
+            cost.text,
+            spent=cost.spent,
+            per_hour=cost.mean_per_hour,
+            on_demand=cost.on_demand,
+            samples_per_dollar=cost.samples_per_dollar,
+        )
+        host.say(cost.text)
 
     def _publish(self, lease: Lease) -> None:
         """Write under a lease what is known of this node."""

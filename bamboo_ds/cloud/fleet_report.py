@@ -33,7 +33,8 @@ class FleetReport:
         """Return it as a JSON object."""
         cost = None
         if self.cost is not None:
-            cost = {**asdict(self.cost), "samples_per_dollar": self.cost.samples_per_dollar}
+            means = {"mean_per_hour": self.cost.mean_per_hour, "samples_per_dollar": self.cost.samples_per_dollar}
+            cost = {**asdict(self.cost), **means}
         return {"keeper": self.keeper, "warned": dict(self.warned), "cost": cost}
 
 

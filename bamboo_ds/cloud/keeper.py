@@ -107,9 +107,35 @@ class Keeper:
             self._ledger = None  # read it again before anything else
             raise
 
+    def job_is_over(self) -> bool:
+        """Say whether the job has finished or failed.
+
+        Raises:
+            StoreError: the store does not say.
+        """
+        return any(self._store.get(key) is not None for key in fleet_keys.OVER_KEYS)
+
+    def finish(self) -> None:
+        """See to it that nothing comes after the end of the job: it would begin the job once more.
+
+        Raises:
+            StoreError: as of `step`.
+        """
+        try:
+            joined, granted = self._joined(), self._provider.look().instances
+            late = {instance.id for instance in granted} | self._read().unlisted.keys()
+            for instance in sorted(late - joined.keys() - self._came):
+                self._release(Release(instance, "the job is over, and its agent has not joined"))
+            if not self._finished:
+                self._provider.finish()
+                self._finished = True
+        except CloudError as error:
+            self._tell_trouble(error.trouble)
+
     def _step(self) -> float:
-        if any(self._store.get(key) is not None for key in fleet_keys.OVER_KEYS):
-            return self._finish()
+        if self.job_is_over():
+            self.finish()
+            return self._settings.look_seconds
         self._finished = False  # a new run has begun under the name of one that was over
         if (silent := self._silent_until - self._wall()) > 0:
             return silent
@@ -145,8 +171,10 @@ class Keeper:
         now, ledger = self._wall(), self._read()
         joined = self._joined()
         self._remember(holdings, ledger, joined, now)
-        strangers = {name: node.zone for name, node in joined.items() if name not in self._seen_at}
-        listed = ledger.listed(holdings.instances, now=now).visited(strangers, rules=self._settings.rules, now=now)
+        listed = ledger.listed(holdings.instances, joined=joined.keys(), now=now)
+        ours = self._seen_at.keys() | set(listed.known)
+        strangers = {name: node.zone for name, node in joined.items() if name not in ours}
+        listed = listed.visited(strangers, rules=self._settings.rules, now=now)
         facts = self._facts(holdings, listed, joined, now)
         wish = fleet(facts, self._settings.rules)
         for release in wish.releases:
@@ -256,20 +284,6 @@ class Keeper:
     def _refused(self, trouble: Trouble) -> None:
         self._write(self._read().refused(trouble, rules=self._settings.rules, now=self._wall()))
         self._tell_trouble(trouble)
-
-    def _finish(self) -> float:
-        """See to it that nothing comes after the end of the job: it would begin the job once more."""
-        try:
-            joined, granted = self._joined(), self._provider.look().instances
-            late = {instance.id for instance in granted} | self._read().unlisted.keys()
-            for instance in sorted(late - joined.keys() - self._came):
-                self._release(Release(instance, "the job is over, and its agent has not joined"))
-            if not self._finished:
-                self._provider.finish()
-                self._finished = True
-        except CloudError as error:
-            self._tell_trouble(error.trouble)
-        return self._settings.look_seconds
 
     # ---- the ledger --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,8 @@ class Ledger:
         closed: by zone (`ANY_ZONE` for all), what refused lately.
         strangers: by name, nodes that were started by hand. No cloud tells whether the machine of one lives whose
             agent has gone, so it counts for a while: agents are started again.
+        known: ids of instances that the cloud lists, or has listed and whose agents are still registered. When one is
+            taken away, its agent seems to live for a TTL: a new keeper must not take it for a stranger meanwhile.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -67,6 +69,7 @@ class Ledger:
     unlisted: Mapping[str, Unlisted] = field(default_factory=dict)
     closed: Mapping[str, Closed] = field(default_factory=dict)
     strangers: Mapping[str, Stranger] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
 
     def ordered(self, wishes: Mapping[str, int], *, total: int, now: float) -> Ledger:
         """Return the record with new orders, one for each zone.
@@ -99,11 +102,22 @@ class Ledger:
         pause *= trouble.patience
         return replace(self, closed={**self.closed, trouble.zone: Closed(before.failures + 1, now + pause)})
 
-    def listed(self, instances: Iterable[Instance], *, now: float) -> Ledger:
-        """Return the record without the granted instances that are listed now, or are so late that they are gone."""
+    def listed(self, instances: Iterable[Instance], *, joined: Collection[str], now: float) -> Ledger:
+        """Return the record once the cloud was looked at.
+
+        Granted instances that are listed now, or are so late that they are gone, are no longer waited for.
+
+        Args:
+            instances: as the cloud lists them.
+            joined: ids, or names, of the nodes that are registered.
+            now: Unix seconds.
+        """
         seen = {instance.id for instance in instances}
         rest = {id_: one for id_, one in self.unlisted.items() if id_ not in seen and one.until > now}
-        return self if len(rest) == len(self.unlisted) else replace(self, unlisted=rest)
+        known = tuple(sorted(seen | ({*self.known, *self.unlisted} & set(joined))))
+        if len(rest) == len(self.unlisted) and known == self.known:
+            return self
+        return replace(self, unlisted=rest, known=known)
 
     def visited(self, strangers: Mapping[str, str], *, rules: FleetRules, now: float) -> Ledger:
         """Return the record with the strangers that are there, by name and zone, and those that left lately."""
@@ -152,4 +166,5 @@ def _records(found: Mapping[str, Any]) -> dict[str, Any]:
         },
         "closed": {zone: Closed(**one) for zone, one in found["closed"].items()},
         "strangers": {name: Stranger(**one) for name, one in found["strangers"].items()},
+        "known": tuple(found.get("known", ())),  # absent in records of former versions, which outlive a run
     }

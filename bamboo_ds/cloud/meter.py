@@ -61,9 +61,16 @@ class Cost:
         return self.samples / self.spent if self.spent > 0 and self.samples else None
 
     @property
+    def mean_per_hour(self) -> float | None:
+        """Dollars per hour since it began; None at its beginning."""
+        return self.spent * _HOUR / (self.at - self.since) if self.at > self.since else None
+
+    @property
     def text(self) -> str:
         """The count for people."""
         parts = [f"{self.node_seconds / _HOUR:.2f} node-hours have cost ${self.spent:.2f}"]
+        if self.mean_per_hour is not None:
+            parts[0] += f", ${self.mean_per_hour:.2f} per hour"
         if self.on_demand is not None:
             parts.append(f"on demand they would have cost ${self.on_demand:.2f}")
         if self.samples_per_dollar is not None:

@@ -2,7 +2,8 @@
 
 The unit ends the machine with the job. An agent that ends with 0 (finished), 1 (failed) or 2 (wrong input) powers its
 machine off, and the launch template makes that its termination. One that ends otherwise, as this node was lost or told
-to leave, is started again: if the warning was false, the node joins as a new one.
+to leave, is started again: if the warning was false, the node joins as a new one. An agent that comes when the job has
+ended, as its machine has booted meanwhile, ends with 0 at once (`--started-for-job`).
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def _agent(boot: Boot) -> str:
         f"{boot.venv}/bin/bamboo-ds",
         "run",
         *("--etcd", boot.etcd, "--job", boot.job, "--cloud", "/etc/bamboo/cloud.json", "--logs", "/var/log/bamboo"),
+        "--started-for-job",
         *boot.options,
         *boot.command,
     ]

@@ -137,6 +137,9 @@ class Agent:
         )
         closing.callback(presence.close)
         closing.callback(self._logs.close, wait_seconds=_CLOSE_SECONDS)
+        if ended := presence.ended(given_up=self._given_up):
+            self._end(FINISHED, f"node {self._settings.node} comes too late and leaves: {ended}")
+            return
         ids = presence.join(given_up=self._given_up)
         self._own = frozenset(ids)
         for index, worker in enumerate(ids):

@@ -89,6 +89,8 @@ class AgentSettings:
         pid_file: takes the process ids of spawner and workers, one a line, each the leader of a session: for whoever
             must sweep behind a killed agent.
         environment: more variables for the workers.
+        started_at: when this machine was started for the job, in Unix seconds. If the job has ended since then and all
+            its nodes are gone, the agent leaves as if it had seen the end. None: it begins the job anew.
         companions: run beside the agent.
 
     Raises:
@@ -113,6 +115,7 @@ class AgentSettings:
     metrics_port: int | None = None
     pid_file: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    started_at: float | None = None
     companions: tuple[Companion, ...] = ()
 
     def __post_init__(self) -> None:

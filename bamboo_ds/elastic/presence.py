@@ -21,7 +21,7 @@ from bamboo_ds.elastic.events import EventLog, append_event, read_event
 from bamboo_ds.elastic.follower import Follower
 from bamboo_ds.elastic.leadership import Leadership
 from bamboo_ds.elastic.membership import open_store
-from bamboo_ds.elastic.registration import Registration, clear_former_run
+from bamboo_ds.elastic.registration import Registration, clear_former_run, ended_since
 from bamboo_ds.errors import StoreError, StoreUnavailableError
 from bamboo_ds.plan.cluster import Node
 from bamboo_ds.plan.roster import StartRule
@@ -83,6 +83,18 @@ class Presence:
     def leads(self) -> bool:
         """Whether this node's agent coordinates the job."""
         return self._leadership is not None and self._leadership.leading
+
+    def ended(self, *, given_up: Callable[[], bool]) -> str:
+        """Return how the job has ended for which this node was started, if it comes too late; empty if it does not.
+
+        Args:
+            given_up: as of `join`.
+
+        Raises:
+            StoreUnavailableError: the store did not answer for too long.
+        """
+        started = self._settings.started_at
+        return "" if started is None else self._insist(lambda: ended_since(self.store, started), given_up)
 
     def join(self, *, given_up: Callable[[], bool]) -> tuple[int, ...]:
         """Register the node with new workers, and return their ids.

@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from bamboo_ds.elastic import keys
+from bamboo_ds.elastic.events import read_events
 from bamboo_ds.errors import ConfigError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
 from bamboo_ds.plan import codec
 from bamboo_ds.plan.cluster import Node
 from bamboo_ds.plan.job import JobSettings, JobSpec
 from bamboo_ds.store import ABSENT, DeletePrefix, Lease, Put, Store, Unchanged
 
-__all__ = ["Registration", "clear_former_run"]
+__all__ = ["Registration", "clear_former_run", "ended_since"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,18 @@ def clear_former_run(store: Store) -> None:
             store.transact(
                 [Unchanged(mark.key, mark.revision) for mark in marks], [DeletePrefix(prefix) for prefix in prefixes]
             )
+
+
+def ended_since(store: Store, moment: float) -> str:
+    """Return how a run has ended of which no node is left, if it was after a moment in Unix seconds; else nothing.
+
+    When it was, its events tell: without one nobody knows.
+    """
+    over = store.get(keys.FINISHED) is not None or store.get(keys.failure("job")) is not None
+    if not over or store.list(keys.NODES).entries:
+        return ""
+    ends = [event for event in read_events(store) if event.kind in ("finished", "failure") and event.time > moment]
+    return ends[-1].text if ends else ""
 
 
 def _goes_on(board: Mapping[str, bytes]) -> bool:

@@ -86,11 +86,16 @@ class Place:
         return FakeHost(MemoryStore(server=self.server), name)
 
     def attend(
-        self, host: FakeHost, *, provider: Callable[[], Provider] | None = None, notices: Path | None = None
+        self,
+        host: FakeHost,
+        *,
+        provider: Callable[[], Provider] | None = None,
+        notices: Path | None = None,
+        look_seconds: float = 0.02,
     ) -> Attendant:
         cloud = Cloud(
             identity=Identity("ec2", host.node, "a", "g5", True),
-            keeper=KeeperSettings(rules=FleetRules(retry_seconds=0.05), nodes=4, look_seconds=0.02),
+            keeper=KeeperSettings(rules=FleetRules(retry_seconds=0.05), nodes=4, look_seconds=look_seconds),
             provider=provider,
             prices=lambda: PriceBook(PRICES),
             sources=[] if notices is None else [FileNotices(notices)],
@@ -162,11 +167,38 @@ def test_money_is_counted_and_told_in_the_end(place: Place) -> None:
     assert cost.on_demand == pytest.approx(2 * cost.spent)
     ((kind, text),) = host.told
     assert kind == "cost"
-    assert re.fullmatch(r"[0-9.]+ node-hours have cost \$[0-9.]+; on demand they would have cost \$[0-9.]+", text)
+    assert re.fullmatch(
+        r"[0-9.]+ node-hours have cost \$[0-9.]+, \$[0-9.]+ per hour; on demand they would have cost \$[0-9.]+", text
+    )
     assert host.said == [text]
     waiting.close()
     place.open.close()
     assert other.said == []  # one says it for all
+
+
+def test_what_still_boots_when_the_job_is_over_is_given_back_by_the_keeper_that_ends_with_it(place: Place) -> None:
+    host, provider = place.host("n0"), place.provider()
+    # It looks again in an hour only: what it does at the end, it does as its agent ends.
+    attending = place.attend(host, provider=lambda: provider, look_seconds=3600.0)
+    wait_for(lambda: place.market.promised.total() == 3)
+    booting = place.market.start(time.monotonic())
+    host.store.put(keys.FINISHED, b"done")
+    attending.close()
+    assert place.market.running == {}
+    assert provider.finished == 1
+    released = [text for kind, text in host.told if kind == "fleet_release"]
+    assert released == [
+        f"instance {one} is given back: the job is over, and its agent has not joined" for one in booting
+    ]
+
+
+def test_a_keeper_that_leaves_before_the_end_gives_nothing_back(place: Place) -> None:
+    host, provider = place.host("n0"), place.provider()
+    attending = place.attend(host, provider=lambda: provider, look_seconds=3600.0)
+    wait_for(lambda: place.market.promised.total() == 3)
+    place.market.start(time.monotonic())
+    attending.close()
+    assert (len(place.market.running), provider.finished) == (3, 0)
 
 
 def test_an_agent_that_leaves_before_the_end_says_nothing_of_money(place: Place) -> None:

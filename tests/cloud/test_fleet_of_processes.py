@@ -18,7 +18,8 @@ from bamboo_ds.cloud import keys as fleet_keys
 from bamboo_ds.cloud.meter import Cost
 from bamboo_ds.config.cloud import CloudConfig, LocalMarketConfig, PriceConfig
 from bamboo_ds.elastic import keys
-from bamboo_ds.elastic.agent import GONE
+from bamboo_ds.elastic.agent import FINISHED, GONE
+from bamboo_ds.elastic.events import ClusterEvent
 from bamboo_ds.store.embedded import EmbeddedEtcd
 from tests.cloud.fake_metadata import FakeMetadata, fake_metadata
 from tests.cloud.test_metadata import EC2
@@ -93,20 +94,24 @@ def ec2_machine() -> Iterator[FakeMetadata]:
         yield fake
 
 
+def run_command(server: EmbeddedEtcd, *arguments: str) -> list[str]:
+    etcd = ["--etcd", server.endpoint, "--job", "train"]
+    return [sys.executable, "-m", "bamboo_ds.cli.main", "run", *etcd, *arguments]
+
+
+def own_environment() -> dict[str, str]:
+    """Return this process's environment without what others have told about clouds and jobs."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("BAMBOO", "AWS"))}
+    return {**given, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "DS_ACCELERATOR": "cpu"}
+
+
 def test_an_agent_on_ec2_knows_its_place_and_leaves_before_its_end(tmp_path: Path, ec2_machine: FakeMetadata) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
     with EmbeddedEtcd() as server:
         look = Look(server.endpoint, job="train")
-        command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "--etcd", server.endpoint, "--job", "train"]
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("BAMBOO", "AWS"))},
-            "AWS_EC2_METADATA_SERVICE_ENDPOINT": ec2_machine.endpoint,
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-            "DS_ACCELERATOR": "cpu",
-        }
-        agent = subprocess.Popen(
-            [*command, "--ttl", "2", "train.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
-        )
+        command = run_command(server, "--ttl", "2", "train.py")
+        environment = {**own_environment(), "AWS_EC2_METADATA_SERVICE_ENDPOINT": ec2_machine.endpoint}
+        agent = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
         try:
             node = eventually(lambda: look.get(keys.node("i-0123")), within_seconds=40, what="it joins by its id")
             assert json.loads(node)["zone"] == "eu-west-1b"
@@ -128,3 +133,18 @@ def test_an_agent_on_ec2_knows_its_place_and_leaves_before_its_end(tmp_path: Pat
         assert agent.returncode == GONE
         assert "node i-0123 leaves: EC2 will terminate this spot instance" in stderr
         assert [event["deadline"] for event in look.events("notice")] == [pytest.approx(at, abs=1.0)]
+
+
+def test_a_node_that_was_started_for_a_job_and_comes_after_its_end_does_not_begin_it_anew(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('it runs')\n")
+    with EmbeddedEtcd() as server:
+        look = Look(server.endpoint, job="train")
+        look.put(keys.FINISHED, b"all 8 worker(s) have ended in order")
+        look.put(f"{keys.EVENTS}1-n0", ClusterEvent(time.time(), "n0", "finished", "all 8 have ended").encode())
+        command = run_command(server, "--node", "late", "--started-for-job", "train.py")
+        done = subprocess.run(
+            command, cwd=tmp_path, env=own_environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == FINISHED
+        assert done.stderr == "bamboo: node late comes too late and leaves: all 8 have ended\n"
+        assert look.get(keys.FINISHED) is not None

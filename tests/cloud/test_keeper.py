@@ -99,6 +99,18 @@ def test_a_successor_makes_the_open_order_again_and_no_other() -> None:
     assert len({order.token for order in job.provider.calls}) == 1
 
 
+def test_a_successor_does_not_take_a_lost_instance_for_a_node_that_was_started_by_hand() -> None:
+    job = job_on(steady_supply(("a",), capacity=100), KeeperSettings(rules=RULES, nodes=3))
+    keeper, lease = job.elect()
+    job.run(keeper, 60.0)
+    lost = next(iter(job.market.running))
+    job.market.end([lost])  # it is registered for a TTL yet
+    job.server.expire(lease.id)
+    successor, _ = job.elect("c1")
+    successor.step()
+    assert job.market.promised == {"a": 1}
+
+
 def test_a_keeper_that_was_replaced_orders_nothing() -> None:
     job = job_on(steady_supply(("a",), capacity=100))
     keeper, lease = job.elect()

@@ -63,8 +63,17 @@ def test_a_granted_instance_is_believed_until_it_is_listed_or_late() -> None:
     ledger = Ledger().ordered({"a": 2}, total=2, now=0.0)
     ledger = ledger.settled(ledger.open[0], Grant((Instance("i-1", "a"), Instance("i-2", "a"))), rules=RULES, now=0.0)
     assert set(ledger.unlisted) == {"i-1", "i-2"}
-    assert set(ledger.listed([Instance("i-1", "a")], now=50.0).unlisted) == {"i-2"}
-    assert ledger.listed([], now=100.0).unlisted == {}
+    assert set(ledger.listed([Instance("i-1", "a")], joined=(), now=50.0).unlisted) == {"i-2"}
+    assert ledger.listed([], joined=(), now=100.0).unlisted == {}
+
+
+def test_an_instance_is_known_while_it_is_listed_or_its_agent_is_registered() -> None:
+    both = Ledger().listed([Instance("i-1", "a"), Instance("i-2", "a")], joined=["i-1"], now=0.0)
+    assert both.known == ("i-1", "i-2")
+    gone = both.listed([], joined=["i-1", "hand"], now=1.0)
+    assert gone.known == ("i-1",)
+    assert Ledger.decode(gone.encode()) == gone
+    assert gone.listed([], joined=["hand"], now=2.0).known == ()
 
 
 def test_a_node_that_was_started_by_hand_counts_for_a_while_after_it_has_gone() -> None:

@@ -34,6 +34,7 @@ class FakeNodes:
     def __init__(self) -> None:
         self.live: dict[str, str] = {}
         self.ended: list[tuple[str, str]] = []
+        self.over = False
 
     def add(self, *, zone: str | None = None) -> str:
         name = f"n{len(self.live) + len(self.ended)}"
@@ -141,11 +142,15 @@ def test_a_node_that_has_died_is_no_longer_there(provider: LocalProvider, cloud:
     assert provider.look().instances == ()
 
 
+@pytest.mark.parametrize("told_by", ["the keeper", "the agents"])
 def test_after_the_end_nothing_is_started(
-    provider: LocalProvider, cloud: LocalCloud, clock: Clock, nodes: FakeNodes
+    told_by: str, provider: LocalProvider, cloud: LocalCloud, clock: Clock, nodes: FakeNodes
 ) -> None:
     provider.order(Order("t1", 1, "a"), again=False)
-    provider.finish()
+    if told_by == "the keeper":
+        provider.finish()
+    else:
+        nodes.over = True
     clock.seconds += 5.0
     assert not cloud.go_on(nodes)
     assert nodes.live == {}

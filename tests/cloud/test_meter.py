@@ -43,7 +43,7 @@ def test_hours_times_prices() -> None:
     assert cost.spent == pytest.approx(0.6)
     assert cost.on_demand == pytest.approx(2.4)
     assert cost.node_seconds == 7200.0
-    assert "2.00 node-hours have cost $0.60; on demand they would have cost $2.40" in cost.text
+    assert "2.00 node-hours have cost $0.60, $0.60 per hour; on demand they would have cost $2.40" in cost.text
 
 
 def test_a_node_without_a_price_is_named_and_in_no_sum() -> None:

@@ -159,3 +159,17 @@ def test_the_agents_settings_follow_the_cloud_unless_flags_say_otherwise(
     flags = Launch.of(options(tmp_path, etcd="h:1", workers_per_node=1, node="mine", zone="here"))
     settings = this_node(flags, launch.etcd)
     assert (settings.node, settings.zone, settings.companions) == ("mine", "here", ())
+
+
+def test_a_machine_that_was_started_for_a_job_knows_since_when_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bamboo_ds.cli.run.this_place", lambda: Place(Identity(), None))
+    launch = Launch.of(options(tmp_path, etcd="h:1", workers_per_node=1, started_for_job=True))
+    assert launch.etcd is not None
+    started = this_node(launch, launch.etcd).started_at
+    assert started is not None
+    assert started == pytest.approx(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), abs=1.0)
+    with pytest.raises(ConfigError, match="--local-nodes 2 and --started-for-job do not go together"):
+        options(tmp_path, local_nodes=2, started_for_job=True).check()

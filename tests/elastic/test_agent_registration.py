@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from bamboo_ds.elastic import keys
+from bamboo_ds.elastic.events import ClusterEvent
 from bamboo_ds.elastic.follower import Follower
-from bamboo_ds.elastic.registration import Registration, clear_former_run
+from bamboo_ds.elastic.registration import Registration, clear_former_run, ended_since
 from bamboo_ds.errors import ConfigError, ConflictError, LeaseLostError, StoreError, StoreUnavailableError
 from bamboo_ds.plan import codec
 from bamboo_ds.plan.cluster import Node
@@ -209,6 +210,32 @@ def test_a_run_without_nodes_that_has_checkpoints_goes_on(
         store.put(over, b"over")
     clear_former_run(store)
     assert (store.get(keys.PLAN) is not None) == goes_on
+
+
+def event(kind: str, at: float) -> bytes:
+    return ClusterEvent(at, "n0", kind, f"the job has {kind}").encode()
+
+
+@pytest.mark.parametrize(
+    ("mark", "kind", "node", "ended"),
+    [
+        (keys.FINISHED, "finished", False, "the job has finished"),
+        (keys.failure("job"), "failure", False, "the job has failure"),
+        (keys.FINISHED, "finished", True, ""),
+        (keys.PLAN, "finished", False, ""),
+        (keys.FINISHED, "plan", False, ""),
+    ],
+    ids=["finished", "failed", "its nodes are still there", "another run goes on", "nobody knows when"],
+)
+def test_a_run_that_has_ended_since_a_machine_was_started_is_not_begun_by_it(
+    store: MemoryStore, mark: str, kind: str, node: bool, ended: str
+) -> None:
+    store.put(mark, b"over")
+    store.put(f"{keys.EVENTS}1-n0", event(kind, 100.0))
+    if node:
+        store.put(keys.node("n1"), b"there")
+    assert ended_since(store, 99.0) == ended
+    assert ended_since(store, 101.0) == ""
 
 
 def test_a_run_with_a_node_is_joined(store: MemoryStore) -> None:
