@@ -24,7 +24,7 @@ from datetime import timedelta
 from bamboo_ds.comm.groups import Group, GroupFactory, SeatGroup
 from bamboo_ds.comm.links import Held, InboundLink, Message, OutboundLink
 from bamboo_ds.comm.rendezvous import KeyValue, keys_below
-from bamboo_ds.comm.transfer import Courier, Parcel
+from bamboo_ds.comm.transfer import Courier, Parcel, Rooms
 from bamboo_ds.comm.waits import Waits
 from bamboo_ds.comm.wire import Kind
 from bamboo_ds.elastic import keys
@@ -157,9 +157,11 @@ class Network:
         self._factory.store.wait(names)
         return [self._factory.store.get(name) for name in names]
 
-    def carry(self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int]) -> dict[int, list[Parcel]]:
-        """Send and receive state; see `Courier.carry`."""
-        return Courier(self._factory, waits=self._waits, name="state").carry(outgoing, incoming)
+    def carry(
+        self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int], *, rooms: Rooms
+    ) -> dict[int, list[Parcel]]:
+        """Send and receive state; see `Courier`."""
+        return Courier(self._factory, waits=self._waits, name="state", rooms=rooms).carry(outgoing, incoming)
 
     def held(self, stage: int, *, step: int) -> int:
         """Return how many activations of a step the receiver of a stage's outputs had when the link was made."""

@@ -8,7 +8,6 @@ ones of a parcel as one run of bytes.
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,9 @@ from bamboo_ds.comm.waits import Waits
 
 _LARGE_BYTES = 1 << 18  # from this size on, a message of its own costs less than a copy
 _ALIGNMENT = 16  # of a tensor in the run of bytes: every dtype may be viewed there
+
+
+Rooms = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,12 @@ class Courier:
         factory: makes the groups.
         waits: how waits end.
         name: distinguishes several rounds under one plan.
+        rooms: where large tensors are to be received, by name of their parcel and their own, if they fit there. Others
+            are received into new memory.
     """
 
-    def __init__(self, factory: GroupFactory, *, waits: Waits, name: str) -> None:
-        self._factory, self._waits, self._name = factory, waits, name
+    def __init__(self, factory: GroupFactory, *, waits: Waits, name: str, rooms: Rooms | None = None) -> None:
+        self._factory, self._waits, self._name, self._rooms = factory, waits, name, rooms or {}
 
     def carry(self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int]) -> dict[int, list[Parcel]]:
         """Send and receive at once.
@@ -110,8 +114,11 @@ class Courier:
         room, tensors = self._take(group, torch.uint8, description["size"]), {}
         for name, dtype, shape, start, stop in description["small"]:
             tensors[name] = room[start:stop].view(getattr(torch, dtype)).reshape(shape)
+        rooms = self._rooms.get(description["name"], {})
         for name, dtype, shape in description["large"]:
-            tensors[name] = self._take(group, getattr(torch, dtype), math.prod(shape)).reshape(shape)
+            place = _room_for(rooms.get(name), dtype=getattr(torch, dtype), shape=shape)
+            self._pass(group, place, root=1 - group.rank)
+            tensors[name] = place
         return Parcel(name=description["name"], values=description["values"], tensors=tensors)
 
     def _put(self, group: Group, tensor: torch.Tensor) -> None:
@@ -154,6 +161,14 @@ def all_at_once(tasks: Sequence[Callable[[], None]]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _room_for(given: torch.Tensor | None, *, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return the memory that was given for a tensor, if it fits, or new memory."""
+    form = (dtype, list(shape), "cpu")
+    if given is not None and (given.dtype, list(given.shape), given.device.type) == form and given.is_contiguous():
+        return given
+    return torch.empty(shape, dtype=dtype)
 
 
 def _large(parcel: Parcel) -> dict[str, torch.Tensor]:

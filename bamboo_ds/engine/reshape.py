@@ -258,8 +258,12 @@ class Reshaping(Failover):
             if one.source == me:
                 outgoing.setdefault(one.target, []).append(_packed(self._kept[one.unit]))
         incoming = sorted({one.source for one in shipping.shipments if one.target == me})
-        carried = network.carry(outgoing, incoming)
+        carried = network.carry(outgoing, incoming, rooms=self._rooms())
         return {parcel.name: _unpacked(parcel) for parcels in carried.values() for parcel in parcels}
+
+    def _rooms(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the weights of new layers, into which they may be received: they hold nothing that anybody needs."""
+        return {name: take(unit, None).tensors for name, unit in self._held_units().items() if name not in self._kept}
 
     def _catch_up(self, shipping: Shipping, common: Mapping[int, CommonState]) -> None:
         """Take over the counters of the others, if this worker is not where they are."""

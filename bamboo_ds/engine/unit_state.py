@@ -86,7 +86,8 @@ def put(unit: Unit, optimizer: Any, state: UnitState, *, given: bool = False) ->
     """
     _check_like(unit, optimizer, describe(state))
     for key, tensor in (_weights_of(unit) | _masters_of(unit, optimizer)).items():
-        tensor.copy_(state.tensors[key])
+        if tensor.data_ptr() != state.tensors[key].data_ptr():  # else it was received in its place
+            tensor.copy_(state.tensors[key])
     for key, module in _modules_with_more(unit).items():
         if key in state.values:
             module.set_extra_state(from_plain(state.values[key]))
