@@ -1,7 +1,7 @@
 """All links and groups of one worker, and how they follow the plan.
 
-The links of a worker form all at once, so none waits for the neighbours of another, and forming them cannot deadlock;
-groups form when they are first used, which all members do in the same order.
+The links and groups of a worker form all at once, so none waits for the neighbours of another, and forming them cannot
+deadlock; others form when they are first used, which all members do in the same order.
 
 In a cluster each worker must also notice the death of both its neighbours in the ring of its pipeline. Between the
 first and the last stage no messages pass; two links that carry none let them notice each other's.
@@ -24,7 +24,7 @@ from datetime import timedelta
 from bamboo_ds.comm.groups import Group, GroupFactory, SeatGroup
 from bamboo_ds.comm.links import Held, InboundLink, Message, OutboundLink
 from bamboo_ds.comm.rendezvous import KeyValue, keys_below
-from bamboo_ds.comm.transfer import Courier, Parcel, Rooms
+from bamboo_ds.comm.transfer import Courier, Parcel, Rooms, all_at_once
 from bamboo_ds.comm.waits import Waits
 from bamboo_ds.comm.wire import Kind
 from bamboo_ds.elastic import keys
@@ -114,9 +114,12 @@ class Network:
             PlanChangedError: there is a newer one. Close the network.
             PeerLostError: another worker is gone, and the cluster knows nothing of it. Close the network.
         """
+        reductions = [name for name in sorted(self._stages) if self._has_seat(name)]
+        tasks: list[Callable[[], object]] = [self._renew_all, lambda: self.form_reductions(reductions)]
+        if self._source.elastic:  # the first round of all workers needs it
+            tasks.append(lambda: self.pipeline)
         try:
-            self._renew_all()
-            self.form_reductions(name for name in sorted(self._stages) if self._has_seat(name))
+            all_at_once(tasks)
         finally:
             self._factory.rest()
 

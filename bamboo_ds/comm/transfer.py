@@ -140,7 +140,7 @@ class Courier:
             self._waits.finish(group.handle.broadcast([tensor], options))
 
 
-def all_at_once(tasks: Sequence[Callable[[], None]]) -> None:
+def all_at_once(tasks: Sequence[Callable[[], object]]) -> None:
     """Run all tasks at once, and wait for all; when one fails the others do soon: their peers or the plan are the same.
 
     Raises:
@@ -148,7 +148,7 @@ def all_at_once(tasks: Sequence[Callable[[], None]]) -> None:
     """
     errors: list[BaseException] = []
 
-    def run(task: Callable[[], None]) -> None:
+    def run(task: Callable[[], object]) -> None:
         try:
             task()
         except BaseException as error:
