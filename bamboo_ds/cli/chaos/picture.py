@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bamboo_ds.cli.chaos.drive import Deed
 from bamboo_ds.cli.chaos.report import Timeline
 from bamboo_ds.simulator.trace import Change
 
@@ -84,22 +85,27 @@ def draw(story: Story, path: Path) -> str | None:
 
 
 def _draw_nodes(axes: Any, story: Story) -> None:
-    """Draw how many nodes there are, and what was lost and came: how many at once is the length of the bar."""
+    """Draw how many nodes there are, and what was lost and came; a number tells how many at once."""
+    from matplotlib.ticker import MaxNLocator
+
     timeline, zero = story.timeline, story.timeline.steps[0].at
     times = [max(deed.at - zero, 0.0) for deed in timeline.deeds]
     live = [deed.live for deed in timeline.deeds]
     axes.step([*times, timeline.seconds], [*live, live[-1]], where="post", color="black", linewidth=1.2)
     axes.axhline(story.capacity, color=_CALM, linewidth=5, zorder=0, label="whole fleet")
-    for change, color, label in ((Change.REMOVE, _LOST, "killed"), (Change.ADD, _CAME, "added")):
-        moments = [deed.at - zero for deed in timeline.deeds if deed.change is change and deed.at > zero]
-        for number, (at, size) in enumerate(_at_once(moments)):
-            low = -0.18 * story.capacity
-            axes.plot([at, at], [low, low + size], color=color, linewidth=2.5, label=label if number == 0 else None)
-    for mark in story.marks:
+    for change, color, marker, label in ((Change.REMOVE, _LOST, "v", "lost"), (Change.ADD, _CAME, "^", "came")):
+        deeds = [deed for deed in timeline.deeds if deed.change is change and deed.at > zero]
+        for number, group in enumerate(_at_once(deeds)):
+            at, left = group[0].at - zero, group[-1].live
+            axes.plot(at, left, marker, color=color, markersize=7, label=label if number == 0 else None)
+            if len(group) > 1:
+                place = {"xy": (at, left), "textcoords": "offset points", "xytext": (7, -4)}
+                axes.annotate(len(group), **place, fontsize=8, color=color)
+    for number, mark in enumerate(story.marks):
         place = {"xy": (mark.at - zero, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        axes.annotate(mark.text, **place, xytext=(0, 3), ha="center", fontsize=8)
-    axes.axhline(0, color="grey", linewidth=0.6)
-    axes.set_ylim(-0.2 * story.capacity, 1.2 * story.capacity)
+        axes.annotate(mark.text, **place, xytext=(0, 3 + 11 * (number % 2)), ha="center", fontsize=8)
+    axes.set_ylim(0, 1.2 * story.capacity)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("nodes")
     _legend(axes)
 
@@ -108,15 +114,15 @@ def _legend(axes: Any) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
 
 
-def _at_once(moments: Sequence[float], within: float = 0.25) -> list[tuple[float, int]]:
-    """Return (moment, how many) of what happened at once."""
-    groups: list[list[float]] = []
-    for moment in moments:
-        if groups and moment <= groups[-1][-1] + within:
-            groups[-1].append(moment)
+def _at_once(deeds: Sequence[Deed], within_seconds: float = 0.25) -> list[list[Deed]]:
+    """Put together what happened at once."""
+    groups: list[list[Deed]] = []
+    for deed in deeds:
+        if groups and deed.at <= groups[-1][-1].at + within_seconds:
+            groups[-1].append(deed)
         else:
-            groups.append([moment])
-    return [(group[0], len(group)) for group in groups]
+            groups.append([deed])
+    return groups
 
 
 def _draw_shape(axes: Any, story: Story) -> None:
