@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -204,6 +205,8 @@ def _kill(iterator: Any) -> None:
     iterator._worker_pids_set = False
     for process in iterator._workers:
         process.kill()
+    # One may have died with the lock of their event in its hands, so torch would wait for it for ever to set that.
+    iterator._workers_done_event = threading.Event()
     iterator._shutdown_workers()
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -294,6 +295,20 @@ def test_data_may_be_closed_while_its_processes_are_still_starting() -> None:
     for _ in range(30):
         data.open()
         data.close()
+
+
+def test_data_may_be_closed_when_one_of_its_processes_has_died_with_their_lock_in_its_hands() -> None:
+    data = opened(Numbers(100), num_workers=2)
+    data.tell(share())
+    iterator = data.open()
+    lock = iterator._workers_done_event._cond
+    assert lock.acquire(timeout=5)
+    closing = threading.Thread(target=data.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    hung = closing.is_alive()
+    lock.release()
+    assert not hung
 
 
 def test_a_link_that_the_worker_closes_ends_although_its_processes_live_on() -> None:
