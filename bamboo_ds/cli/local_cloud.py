@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from bamboo_ds.cloud.pretend import PretendMarket
 from bamboo_ds.elastic.preemption import How
+from bamboo_ds.errors import ConfigError
 
 __all__ = ["LocalCloud", "Nodes"]
 
@@ -108,9 +109,9 @@ class LocalCloud:
         market, now = self.market, self._now()
         market.end(set(market.running) - set(nodes.live))
         for name in market.reclaim(now):
-            nodes.kill(name)
+            _end(nodes, name, "kill")
         for name in self._released:
-            nodes.kill(name, "term")
+            _end(nodes, name, "term")
         self._released.clear()
         if self._finished or nodes.over:  # a node that comes now would begin the job once more
             return False
@@ -158,3 +159,9 @@ class LocalCloud:
             self._finished = True
         instances = [[name, zone, market.token(name)] for name, zone in sorted(market.running.items())]
         return {"instances": instances, "under_way": dict(market.promised)}
+
+
+def _end(nodes: Nodes, name: str, how: How) -> None:
+    """End a node, which may have ended by itself meanwhile, as all do when the job has finished."""
+    with contextlib.suppress(ConfigError):
+        nodes.kill(name, how)

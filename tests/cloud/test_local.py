@@ -16,6 +16,7 @@ from bamboo_ds.cloud.local import LocalProvider
 from bamboo_ds.cloud.port import Order
 from bamboo_ds.cloud.pretend import Manners, PretendMarket, Supply
 from bamboo_ds.cloud.trouble import CloudError
+from bamboo_ds.errors import ConfigError
 
 ZONES = ("a", "b")
 
@@ -42,6 +43,8 @@ class FakeNodes:
         return name
 
     def kill(self, node: str, how: str = "kill") -> float:
+        if node not in self.live:
+            raise ConfigError(f"node {node} has ended with code 0")
         del self.live[node]
         self.ended.append((node, how))
         return 0.0
@@ -140,6 +143,18 @@ def test_a_node_that_has_died_is_no_longer_there(provider: LocalProvider, cloud:
     nodes.live.clear()
     cloud.go_on(nodes)
     assert provider.look().instances == ()
+
+
+def test_a_node_that_ends_by_itself_as_it_is_given_back_is_no_trouble(
+    provider: LocalProvider, cloud: LocalCloud, clock: Clock, nodes: FakeNodes
+) -> None:
+    for _ in range(2):
+        cloud.market.add(nodes.add(zone="a"), "a")
+    provider.release("n0")
+    nodes.live.clear()
+    clock.seconds += 100.0
+    cloud.go_on(nodes)
+    assert nodes.ended == []
 
 
 @pytest.mark.parametrize("told_by", ["the keeper", "the agents"])
