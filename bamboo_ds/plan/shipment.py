@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _PAIR_BYTES = 64 << 20
-"""What could travel in the time that it takes to connect two workers: 25 to 85 ms were measured, on a link of 20 Gb/s."""
+"""What could travel in the time that it takes to connect two workers: 25 to 85 ms were measured, at 20 Gb/s."""
 
 
 @dataclass(frozen=True, slots=True)
