@@ -44,7 +44,7 @@ def test_off_a_cloud_nothing_is_asked_and_nothing_runs_beside_the_agent(monkeypa
     monkeypatch.setattr("bamboo_ds.cli.run_cloud.find_metadata", lambda: None)
     begin = time.monotonic()
     place = this_place()
-    assert time.monotonic() - begin < 0.1
+    assert time.monotonic() - begin < 0.5
     assert place.identity == Identity()
     assert place.companion(None, job="j", workers=1) is None
 

@@ -57,8 +57,9 @@ def profiled(folder: Path, function: str, *arguments: str) -> Workload:
 
 def test_paced_layers_take_what_they_are_told(tmp_path: Path) -> None:
     workload = profiled(tmp_path, "paced", "--json")
-    assert [layer.forward_seconds for layer in workload.layers] == pytest.approx([0.02] * 3, rel=0.4)
-    assert [layer.backward_seconds for layer in workload.layers] == pytest.approx([0.05] * 3, rel=0.4)
+    # A sleep is never shorter, and other work on the machine makes it longer.
+    assert all(0.019 <= layer.forward_seconds < 0.06 for layer in workload.layers)
+    assert all(0.049 <= layer.backward_seconds < 0.15 for layer in workload.layers)
     assert (workload.num_stages, workload.pipelines, workload.micro_batches) == (3, 4, 24)
     assert workload.micro_batch_samples == 4
     assert "cpu" in workload.source
