@@ -15,14 +15,11 @@ from gpt_report import Curves
 
 from bamboo_ds.cli.chaos.journal import StepLine
 from bamboo_ds.cli.chaos.picture import Story, draw
-from bamboo_ds.cli.chaos.report import Timeline, max_rel_diff, told
+from bamboo_ds.cli.chaos.report import MOST_DIFFERENCE, Timeline, max_rel_diff, told
 from bamboo_ds.simulator.trace import Change
 
 if TYPE_CHECKING:
     from demo import Run
-
-MOST_DIFFERENCE = 1e-5
-"""Of a loss, relative: with another number of pipelines, sums are taken in another order."""
 
 
 def compare(undisturbed: Run, disturbed: Run, *, plot: Path) -> dict[str, Any]:

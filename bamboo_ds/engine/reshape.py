@@ -27,7 +27,7 @@ from bamboo_ds.engine.common import CommonState, Restored
 from bamboo_ds.engine.failover import Failover, Work
 from bamboo_ds.engine.gradients import Unit, units_of
 from bamboo_ds.engine.parameters import GroupOf, Places, groups_of, regroup
-from bamboo_ds.engine.unit_state import copy_to_host, put, take
+from bamboo_ds.engine.unit_state import copy_to_host, put, take, weights_of
 from bamboo_ds.errors import StateLostError
 from bamboo_ds.plan import Plan
 from bamboo_ds.plan.shipment import Shipping, Stock, ship
@@ -263,7 +263,7 @@ class Reshaping(Failover):
 
     def _rooms(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the weights of new layers, into which they may be received: they hold nothing that anybody needs."""
-        return {name: take(unit, None).tensors for name, unit in self._held_units().items() if name not in self._kept}
+        return {name: weights_of(unit) for name, unit in self._held_units().items() if name not in self._kept}
 
     def _catch_up(self, shipping: Shipping, common: Mapping[int, CommonState]) -> None:
         """Take over the counters of the others, if this worker is not where they are."""

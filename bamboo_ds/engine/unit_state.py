@@ -36,7 +36,7 @@ def take(unit: Unit, optimizer: Any) -> UnitState:
         ConfigError: the optimizer, or a module as its extra state, keeps something that is neither a tensor nor plain
             data.
     """
-    tensors, values = _weights_of(unit), _extras_of(unit)
+    tensors, values = weights_of(unit), _extras_of(unit)
     for name, parameter in unit.module.named_parameters():
         target = target_of(parameter, optimizer)
         if target is not parameter:
@@ -85,7 +85,7 @@ def put(unit: Unit, optimizer: Any, state: UnitState, *, given: bool = False) ->
         ConfigError: the state is of another layer, of other shapes or dtypes, or of another optimizer.
     """
     _check_like(unit, optimizer, describe(state))
-    for key, tensor in (_weights_of(unit) | _masters_of(unit, optimizer)).items():
+    for key, tensor in (weights_of(unit) | _masters_of(unit, optimizer)).items():
         if tensor.data_ptr() != state.tensors[key].data_ptr():  # else it was received in its place
             tensor.copy_(state.tensors[key])
     for key, module in _modules_with_more(unit).items():
@@ -128,7 +128,8 @@ def empty_like(unit: Unit, description: Description, *, optimizer: Any = None) -
 # ---- what there is here --------------------------------------------------------------------------------------------
 
 
-def _weights_of(unit: Unit) -> dict[str, torch.Tensor]:
+def weights_of(unit: Unit) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers of a unit, by the keys of a `UnitState`: the very tensors that are trained."""
     parameters = {PARAMETER + name: parameter.detach() for name, parameter in unit.module.named_parameters()}
     return parameters | {BUFFER + name: buffer.detach() for name, buffer in unit.module.named_buffers()}
 
@@ -207,7 +208,7 @@ def _check_like(unit: Unit, optimizer: Any, description: Description) -> None:
     """Refuse a state that does not fit."""
     if description["name"] != unit.name:
         raise ConfigError(f"unit {unit.name}: given the state of unit {description['name']}")
-    here = _weights_of(unit) | _masters_of(unit, optimizer)
+    here = weights_of(unit) | _masters_of(unit, optimizer)
     there = {
         key: (getattr(torch, meta["dtype"]), tuple(meta["shape"]))
         for key, meta in description["tensors"].items()

@@ -14,7 +14,7 @@ from typing import Any
 
 from bamboo_ds.cli.chaos.drive import Deed
 from bamboo_ds.cli.chaos.journal import Pass, StepLine
-from bamboo_ds.cli.chaos.report import Timeline
+from bamboo_ds.cli.chaos.report import EPOCHS, Timeline, at_once
 from bamboo_ds.errors import BambooError
 from bamboo_ds.simulator.trace import Change, NodeEvent, Trace
 from bamboo_ds.simulator.validation import Course, changes
@@ -26,8 +26,6 @@ Events = Sequence[Mapping[str, Any]]
 
 WARM_STEPS = 3
 """Of the beginning, which are not timed."""
-_AT_ONCE_SECONDS = 0.25
-_EPOCHS = ("reconfigure", "restore")
 
 
 # ---- what things cost ------------------------------------------------------------------------------------------------
@@ -241,15 +239,9 @@ def played(timeline: Timeline, events: Events) -> Trace:
 
 def _moments(deeds: Sequence[Deed]) -> Iterator[float]:
     """Yield when each deed was done; for nodes that were removed at once, when the first of them was."""
-    bulk = last = -math.inf
+    bulks = {deed: group[0].at for group in at_once(deeds, Change.REMOVE) for deed in group}
     for deed in deeds:
-        if deed.change is Change.ADD:
-            yield deed.at
-            continue
-        if deed.at > last + _AT_ONCE_SECONDS:
-            bulk = deed.at
-        last = deed.at
-        yield bulk
+        yield bulks.get(deed, deed.at)
 
 
 def course_of(timeline: Timeline, events: Events, *, batch: int) -> Course:
@@ -266,7 +258,7 @@ def course_of(timeline: Timeline, events: Events, *, batch: int) -> Course:
     return Course(
         samples_per_second=batch * timeline.steps_per_second,
         failovers=sum(map(_held, answers)),
-        reconfigurations=sum(action in _EPOCHS for _, action in told),
+        reconfigurations=sum(action in EPOCHS for _, action in told),
         aborts=sum("abort" in actions for actions in answers),
         shapes=changes(f"{step.stages}x{step.pipelines}" for step in timeline.steps),
     )
@@ -277,11 +269,11 @@ def _held(actions: Sequence[str]) -> bool:
 
     An abort after the next epoch has begun is one of that epoch.
     """
-    step = list(takewhile(lambda action: action not in _EPOCHS, actions))
+    step = list(takewhile(lambda action: action not in EPOCHS, actions))
     return "failover" in step and "abort" not in step
 
 
 def _disturbances(deeds: Sequence[Deed]) -> Iterator[tuple[float, float]]:
     """Yield of each time that nodes were lost at once: when, and until when what follows belongs to it."""
-    removed = {at for deed, at in zip(deeds, _moments(deeds), strict=True) if deed.change is Change.REMOVE}
-    yield from pairwise([*sorted(removed), math.inf])
+    removed = [group[0].at for group in at_once(deeds, Change.REMOVE)]
+    yield from pairwise([*removed, math.inf])

@@ -157,8 +157,16 @@ class Bench:
 
     def __init__(self, options: ValidateOptions, folder: Path) -> None:
         from bamboo_ds.cli.chaos.disturbed import teller
+        from bamboo_ds.cli.chaos.job import ChaosJob
 
         self._options, self._folder, self._tell = options, folder, teller("validate")
+        self._job = ChaosJob(
+            stages=options.stages,
+            pipelines=options.pipelines,
+            pace_seconds=options.pace / 1000,
+            checkpoint_steps=CHECKPOINT_STEPS,
+            timeout_seconds=STUCK_SECONDS,
+        )
 
     def report(self, trace: Trace) -> dict[str, Any]:
         """Make the runs and return the report."""
@@ -208,8 +216,7 @@ class Bench:
 
     def _layers(self) -> list[Layer]:
         """Time each layer in a process of its own."""
-        job = self._job(self._folder)
-        (layers,) = values(run_workers(_profiled, 1, args=(job,), timeout_seconds=PROFILE_SECONDS))
+        (layers,) = values(run_workers(_profiled, 1, args=(self._job,), timeout_seconds=PROFILE_SECONDS))
         return list(layers)
 
     def _workload(self, layers: Sequence[Layer]) -> Workload:
@@ -228,26 +235,13 @@ class Bench:
     def _run(self, trace: Trace, layers: Sequence[Layer], folder: Path, *, timed: bool = False) -> Disturbed:
         from bamboo_ds.cli.chaos.disturbed import train_disturbed
 
-        job = replace(self._job(folder), costs=_whole(layers), timed=timed)
+        job = replace(self._job, costs=_whole(layers), timed=timed)
         run = train_disturbed(
             job, trace, folder, zones=ZONES, stuck_seconds=STUCK_SECONDS, tell=self._tell, in_turn=True
         )
         if not run.ended or len(run.timeline.steps) < 2:
             raise BambooError(f"the job has not ended in order on the trace {trace.name}; its logs: {folder}")
         return run
-
-    def _job(self, folder: Path) -> ChaosJob:
-        from bamboo_ds.cli.chaos.job import ChaosJob
-
-        options = self._options
-        return ChaosJob(
-            stages=options.stages,
-            pipelines=options.pipelines,
-            pace_seconds=options.pace / 1000,
-            checkpoints=str(folder / "checkpoints"),
-            checkpoint_steps=CHECKPOINT_STEPS,
-            timeout_seconds=STUCK_SECONDS,
-        )
 
 
 def _whole(layers: Sequence[Layer]) -> tuple[float, ...]:

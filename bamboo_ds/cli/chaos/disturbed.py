@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bamboo_ds.cli.chaos.drive import Drive, begins_with
-from bamboo_ds.cli.chaos.job import ChaosJob
+from bamboo_ds.cli.chaos.job import ChaosJob, checkpoints_in
 from bamboo_ds.cli.chaos.journal import Journal, StepLine
 from bamboo_ds.cli.chaos.report import Timeline, read_events
 from bamboo_ds.cli.chaos.worker import train
@@ -57,7 +57,7 @@ def cluster_of(
 
     Args:
         job: what is trained.
-        folder: of logs and journal.
+        folder: of logs, journal and checkpoints.
         nodes: at the beginning.
         zones: of the nodes, in turn.
         start_workers: with so many the job begins; all by default.
@@ -73,7 +73,7 @@ def cluster_of(
         log_folder=folder / "logs",
         echo=False,
         # One thread, also where the cluster begins with one node.
-        environment={CONFIG_VARIABLE: encoded(job.deepspeed_config()), "OMP_NUM_THREADS": "1"},
+        environment={CONFIG_VARIABLE: encoded(job.deepspeed_config(folder)), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -130,7 +130,7 @@ def train_disturbed(
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    return (folder / "checkpoints" / "latest").exists()
+    return (checkpoints_in(folder) / "latest").exists()
 
 
 def teller(name: str) -> Tell:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from bamboo_ds.cli.bench.job import Job
 from bamboo_ds.models.gpt import GPTEmbedding, GPTSize, gpt_layers, language_model_loss, tied_head
 from bamboo_ds.models.paced import PacedLayer
 
-__all__ = ["BATCH", "ChaosJob", "Samples", "parameter_groups"]
+__all__ = ["BATCH", "ChaosJob", "Samples", "checkpoints_in", "parameter_groups"]
 
 SIZE = GPTSize(layers=4, hidden=32, heads=4, sequence_length=16, vocabulary=64, dropout=0.1)
 ROWS, MICRO_BATCHES = 2, 12
@@ -103,8 +104,7 @@ class ChaosJob:
         stages: of a pipeline at the beginning; fewer when nodes are few.
         pipelines: at most.
         pace_seconds: of the forward of one paced layer; its backward takes twice that.
-        checkpoints: folder for them.
-        checkpoint_steps: between two.
+        checkpoint_steps: between two checkpoints.
         timeout_seconds: of all waits for other workers.
         costs: of each layer, by which stages are cut; by default what layers cost as far as it matters for that.
         timed: whether workers write down when they run which forward and backward.
@@ -113,7 +113,6 @@ class ChaosJob:
     stages: int
     pipelines: int
     pace_seconds: float
-    checkpoints: str
     checkpoint_steps: int
     timeout_seconds: float
     costs: tuple[float, ...] = ()
@@ -150,16 +149,21 @@ class ChaosJob:
             clipping=0.0,  # the census is no part of a norm that should mean something
         )
 
-    def deepspeed_config(self) -> dict[str, Any]:
-        """Return the DeepSpeed JSON."""
+    def deepspeed_config(self, folder: Path) -> dict[str, Any]:
+        """Return the DeepSpeed JSON of a run, whose checkpoints go below a folder."""
         block = {
             "pipelines": self.pipelines,
             "seed": self.reference(steps=0).seed,
             "timeout_seconds": self.timeout_seconds,
             "layer_costs": list(self.costs) or self.layer_costs(),
-            "checkpoint": {"path": self.checkpoints, "interval_steps": self.checkpoint_steps},
+            "checkpoint": {"path": str(checkpoints_in(folder)), "interval_steps": self.checkpoint_steps},
         }
         return {**self.reference(steps=0).deepspeed_config(), "bamboo": block}
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """Return where a run that has a folder writes its checkpoints."""
+    return folder / "checkpoints"
 
 
 def micro_batch(step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:

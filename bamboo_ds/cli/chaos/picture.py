@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bamboo_ds.cli.chaos.drive import Deed
-from bamboo_ds.cli.chaos.report import Timeline
+from bamboo_ds.cli.chaos.report import Timeline, at_once
 from bamboo_ds.simulator.trace import Change
 
 __all__ = ["Mark", "Story", "draw"]
@@ -94,8 +93,8 @@ def _draw_nodes(axes: Any, story: Story) -> None:
     axes.step([*times, timeline.seconds], [*live, live[-1]], where="post", color="black", linewidth=1.2)
     axes.axhline(story.capacity, color=_CALM, linewidth=5, zorder=0, label="whole fleet")
     for change, color, marker, label in ((Change.REMOVE, _LOST, "v", "lost"), (Change.ADD, _CAME, "^", "came")):
-        deeds = [deed for deed in timeline.deeds if deed.change is change and deed.at > zero]
-        for number, group in enumerate(_at_once(deeds)):
+        later = [deed for deed in timeline.deeds if deed.at > zero]
+        for number, group in enumerate(at_once(later, change)):
             at, left = group[0].at - zero, group[-1].live
             axes.plot(at, left, marker, color=color, markersize=7, label=label if number == 0 else None)
             if len(group) > 1:
@@ -112,17 +111,6 @@ def _draw_nodes(axes: Any, story: Story) -> None:
 
 def _legend(axes: Any) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
-
-
-def _at_once(deeds: Sequence[Deed], within_seconds: float = 0.25) -> list[list[Deed]]:
-    """Put together what happened at once."""
-    groups: list[list[Deed]] = []
-    for deed in deeds:
-        if groups and deed.at <= groups[-1][-1].at + within_seconds:
-            groups[-1].append(deed)
-        else:
-            groups.append([deed])
-    return groups
 
 
 def _draw_shape(axes: Any, story: Story) -> None:

@@ -17,11 +17,16 @@ from bamboo_ds.cli.chaos.drive import Deed
 from bamboo_ds.cli.chaos.journal import StepLine
 from bamboo_ds.simulator.trace import Change
 
-__all__ = ["Timeline", "lost_and_repeated", "max_rel_diff", "read_events", "told"]
+__all__ = [
+    "EPOCHS", "MOST_DIFFERENCE", "Timeline", "at_once", "lost_and_repeated", "max_rel_diff", "read_events", "told",
+]  # fmt: skip
 
-_AT_ONCE_SECONDS = 0.25  # removals no further apart are one bulk
+MOST_DIFFERENCE = 1e-5
+"""Of a loss, relative: with another number of pipelines, sums are taken in another order."""
+EPOCHS = ("reconfigure", "restore")
+"""Actions of the coordinator that begin an epoch."""
+_AT_ONCE_SECONDS = 0.25  # what is no further apart has happened at once
 _STALLED_STEPS = 5.0  # a step that takes longer than so many undisturbed ones
-_EPOCHS = ("reconfigure", "restore")
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -51,7 +56,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     kinds = Counter(event["kind"] for event in events)
     return {
         "failovers": actions["failover"],
-        "reconfigurations": sum(actions[action] for action in _EPOCHS),
+        "reconfigurations": sum(actions[action] for action in EPOCHS),
         "restores": kinds["restored"],
         "aborts": actions["abort"],
         "restarts": _started_again(events) + max(kinds["roster"] - 1, 0),
@@ -90,6 +95,18 @@ def max_rel_diff(lines: Sequence[StepLine], expected: Sequence[float]) -> float:
     if set(range(len(expected))) - {line.step for line in lines}:
         return math.inf
     return max(abs(line.loss - expected[line.step]) / abs(expected[line.step]) for line in lines)
+
+
+def at_once(deeds: Sequence[Deed], change: Change) -> list[list[Deed]]:
+    """Return the deeds of one kind, those together that were done at once."""
+    groups: list[list[Deed]] = []
+    for deed in deeds:
+        if deed.change is not change:
+            continue
+        if not groups or deed.at > groups[-1][-1].at + _AT_ONCE_SECONDS:
+            groups.append([])
+        groups[-1].append(deed)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +162,9 @@ class Timeline:
 
     def removals(self) -> dict[str, int]:
         """Return how many nodes were removed, how often several at once, and the largest such number."""
-        times = [deed.at for deed in self.deeds if deed.change is Change.REMOVE]
-        bulks, last = list[int](), float("-inf")
-        for at in times:
-            if at > last + _AT_ONCE_SECONDS:
-                bulks.append(0)
-            bulks[-1] += 1
-            last = at
+        bulks = [len(group) for group in at_once(self.deeds, Change.REMOVE)]
         return {
-            "removals": len(times),
+            "removals": sum(bulks),
             "bulk_removals": sum(size > 1 for size in bulks),
             "largest_bulk": max(bulks, default=0),
         }

@@ -19,17 +19,15 @@ from bamboo_ds.cli.chaos.drive import begins_with
 from bamboo_ds.cli.chaos.job import BATCH, ChaosJob
 from bamboo_ds.cli.chaos.journal import Journal
 from bamboo_ds.cli.chaos.picture import Story, draw
-from bamboo_ds.cli.chaos.report import Timeline, lost_and_repeated, max_rel_diff, told
+from bamboo_ds.cli.chaos.report import MOST_DIFFERENCE, Timeline, lost_and_repeated, max_rel_diff, told
 from bamboo_ds.errors import BambooError
 from bamboo_ds.simulator.trace import Trace
 
 if TYPE_CHECKING:
     from bamboo_ds.cli.chaos.command import ChaosOptions
 
-__all__ = ["MOST_DIFFERENCE", "Chaos"]
+__all__ = ["Chaos"]
 
-MOST_DIFFERENCE = 1e-5
-"""Of a loss, relative: sums over pipelines are taken in another order than in one process."""
 _START_SECONDS = 60.0
 _SLOWEST_STEP_SECONDS = 10.0
 _say = teller("chaos")
@@ -46,6 +44,13 @@ class Chaos:
 
     def __init__(self, options: ChaosOptions, trace: Trace, folder: Path) -> None:
         self._options, self._trace, self._folder = options, trace, folder
+        self._job = ChaosJob(
+            stages=options.stages,
+            pipelines=options.pipelines,
+            pace_seconds=options.pace / 1000,
+            checkpoint_steps=options.checkpoint_steps,
+            timeout_seconds=options.stuck,
+        )
 
     def report(self) -> dict[str, Any]:
         """Make the runs and return the report."""
@@ -55,7 +60,7 @@ class Chaos:
             raise BambooError(f"the job trained no two steps once it was disturbed; its logs: {self._folder}")
         steps = max(line.step + 1 for line in disturbed.lines)
         _say(f"3 of 3: {steps} steps in one process")
-        expected = train_one_process(self._job(self._folder).reference(steps=steps)).losses
+        expected = train_one_process(self._job.reference(steps=steps)).losses
         report = summary(disturbed, undisturbed, expected, nodes=self._options.nodes)
         if self._options.plot is not None:
             report["plot"] = draw(self._story(report, disturbed.timeline, expected), self._options.plot)
@@ -80,7 +85,7 @@ class Chaos:
         folder.mkdir()
         journal = Journal(folder)
         journal.end_after(options.undisturbed_steps)
-        with cluster_of(self._job(folder), folder, nodes=options.nodes, zones=options.zone_names) as cluster:
+        with cluster_of(self._job, folder, nodes=options.nodes, zones=options.zone_names) as cluster:
             code = cluster.wait(_START_SECONDS + _SLOWEST_STEP_SECONDS * options.undisturbed_steps)
         if code != 0:
             raise BambooError(f"the undisturbed run has failed; its logs: {folder}")
@@ -90,27 +95,15 @@ class Chaos:
         options = self._options
         first, lasts = len(begins_with(self._trace)), self._trace.seconds / options.speedup
         _say(f"2 of 3: {first} nodes to begin with; the trace takes {lasts:.0f} s at {options.speedup:g} times")
-        folder = self._folder / "disturbed"
         return train_disturbed(
-            self._job(folder),
+            self._job,
             self._trace,
-            folder,
+            self._folder / "disturbed",
             zones=options.zone_names,
             speedup=options.speedup,
             steps=options.steps,
             stuck_seconds=options.stuck,
             tell=_say,
-        )
-
-    def _job(self, folder: Path) -> ChaosJob:
-        options = self._options
-        return ChaosJob(
-            stages=options.stages,
-            pipelines=options.pipelines,
-            pace_seconds=options.pace / 1000,
-            checkpoints=str(folder / "checkpoints"),
-            checkpoint_steps=options.checkpoint_steps,
-            timeout_seconds=options.stuck,
         )
 
 

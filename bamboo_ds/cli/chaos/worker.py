@@ -21,7 +21,7 @@ def train(job: Any, folder: Path) -> list[int] | None:
 
     Args:
         job: a `ChaosJob`.
-        folder: of the journal.
+        folder: of the journal and the checkpoints.
 
     Returns:
         How often each sample has gone into the weights; None if this worker does not hold those that know.
@@ -44,7 +44,7 @@ def train(job: Any, folder: Path) -> list[int] | None:
         model=model,
         model_parameters=parameter_groups(list(model.named_parameters())),
         training_data=Samples(),
-        config=job.deepspeed_config(),
+        config=job.deepspeed_config(folder),
     )
     timing = _Timing(engine) if job.timed else None
     while engine.global_steps < journal.steps:
