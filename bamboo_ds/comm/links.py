@@ -122,12 +122,16 @@ class OutboundLink:
         self._journal.append((message, self._start_all(message)))
 
     def resend(self, held: Held) -> int:
-        """Send what the journal holds beyond what the receiver has; return how many bytes of tensors that is."""
+        """Send what the journal holds beyond what the receiver has; return how many bytes of tensors that is.
+
+        A stage sends in the order of micro-batches, so the receiver has the first ones, whoever sent them: a worker
+        that took the stage over has begun its journal with the first one that was missing then.
+        """
         sent = 0
-        for position, (message, works) in enumerate(self._journal):
+        for message, works in self._journal:
             address = message.header.address
             known = held.count if (held.step, held.attempt) == (address.step, address.attempt) else 0
-            if position >= known:
+            if address.micro_batch >= known:
                 works += self._start_all(message)
                 sent += message.bytes
         return sent

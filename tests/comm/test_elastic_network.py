@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,12 +85,12 @@ def pids(store: Store, ids: tuple[int, ...]) -> dict[int, int]:
     return {worker: int(store.get(f"pid/{worker}").value) for worker in ids}  # type: ignore[union-attr]
 
 
-def address(stage: int) -> Address:
-    return Address(kind=Kind.ACTIVATION, epoch=0, attempt=0, step=0, stage=stage, micro_batch=0)
+def address(stage: int, micro_batch: int = 0) -> Address:
+    return Address(kind=Kind.ACTIVATION, epoch=0, attempt=0, step=0, stage=stage, micro_batch=micro_batch)
 
 
-def a_message(stage: int) -> Any:
-    return make_message(address(stage), [torch.ones(3)], is_tuple=False, requires_grad=[False])
+def a_message(stage: int, micro_batch: int = 0) -> Any:
+    return make_message(address(stage, micro_batch), [torch.ones(3)], is_tuple=False, requires_grad=[False])
 
 
 def test_eight_workers_form_all_their_groups_in_a_moment(job: Job) -> None:
@@ -368,6 +369,66 @@ def test_who_meets_a_broken_link_waits_for_the_verdict(job: Job, kind: str, judg
     assert found == ("PlanChangedError" if judged else "PeerLostError"), message
     assert ("was replaced by 0.1" if judged else "broke") in message
     assert 0.5 < seconds < 4
+
+
+def follow(world: Any, links: Network, version: int) -> None:
+    """Wait for a version of the plan and adopt it."""
+    await_version(world, version)
+    links.adopt(world.member.current())
+
+
+def is_lost_after_one_message(world: Any, links: Network) -> None:
+    links.outbound[Kind.ACTIVATION, 0].send(a_message(1, 0))
+    await_keys(world.member.store, "received")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def takes_over_and_sends_in_vain(world: Any, links: Network) -> int:
+    follow(world, links, 1)
+    assert links.held(0, step=0) == 1
+    await_keys(world.member.store, "deaf")
+    for micro_batch in (1, 2):
+        links.outbound[Kind.ACTIVATION, 0].send(a_message(1, micro_batch))
+    world.member.store.put("again", b"")
+    follow(world, links, 2)
+    await_keys(world.member.store, "over")
+    return 0
+
+
+def receives_the_first_and_then_nothing(world: Any, links: Network) -> int:
+    received = [links.inbound[Kind.ACTIVATION, 1].receive(address(1, 0))]
+    world.member.store.put("received", b"")
+    follow(world, links, 1)
+    links.inbound[Kind.ACTIVATION, 1].close()
+    world.member.store.put("deaf", b"")
+    follow(world, links, 2)
+    received += [links.inbound[Kind.ACTIVATION, 1].receive(address(1, micro_batch)) for micro_batch in (1, 2)]
+    world.member.store.put("over", b"")
+    return len(received)
+
+
+def test_what_the_new_owner_of_a_stage_has_sent_is_sent_again_when_the_plan_changes_once_more(job: Job) -> None:
+    """Its journal begins with what the successor lacked, not with the first message of the step."""
+    first = Plan(owners=((3, 5, 8),))
+    taken = replace(dead(first, 3), owners=((8, 5, 8),))
+    parts = {3: is_lost_after_one_message, 5: receives_the_first_and_then_nothing, 8: takes_over_and_sends_in_vain}
+
+    def script(worker: int) -> Any:
+        world, links = connect(first)
+        links.world.barrier()
+        told = parts[worker](world, links)
+        links.close()
+        return told
+
+    def coordinate(pen: Pen) -> None:
+        pen.plan(first)
+        await_keys(pen.store, "received")
+        pen.plan(taken)
+        await_keys(pen.store, "again")
+        pen.plan(replace(taken, version=2, cause="somewhere else"))
+
+    results = job(script, first.owners[0], coordinate=coordinate)
+    assert values(results[1:3]) == [3, 0]
 
 
 # ---- forming ---------------------------------------------------------------------------------------------------

@@ -163,21 +163,35 @@ def test_the_moment_does_not_matter(cluster: Cluster, stage: int, before: int, r
     assert_undisturbed(got, expected)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "faults",
-    [
+def several_losses() -> list[list[Fault]]:
+    """Return losses of one step, one to four of them, no two of which are neighbours: chosen ones, and a seeded part.
+
+    They follow so closely that a worker is interrupted in the middle of one failover by the news of the next.
+    """
+    chosen = [
         [kill(0, 0, before=9), kill(0, 2, before=14)],
         [kill(0, 1, before=15), kill(0, 3, before=3)],
         [kill(0, 1, before=9), kill(1, 1, before=9)],
         [kill(0, 0, before=5), kill(0, 2, before=5), kill(1, 1, before=20), kill(1, 3, before=9)],
         [kill(0, 3, before=0, step=0), kill(1, 0, before=7), kill(0, 1, before=11, step=2)],
-    ],
-)
-def test_several_losses_that_are_no_neighbours_change_nothing(cluster: Cluster, faults: list[Fault]) -> None:
+    ]
+    chance, apart = random.Random(11), ((0, 2), (1, 3), (0,), (1,), (2,), (3,))
+    drawn = [
+        [kill(d, stage, before=chance.randrange(11)) for d in (0, 1) for stage in chance.choice(apart)]
+        for _ in range(45)
+    ]
+    return chosen + drawn
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("redundancy", ["eflb", "fit", "lflb"])
+@pytest.mark.parametrize("faults", several_losses())
+def test_several_losses_that_are_no_neighbours_change_nothing(
+    cluster: Cluster, faults: list[Fault], redundancy: str
+) -> None:
     name = "dropout, clipping and Adam"
-    expected = reference(cluster, name, (4, 2), "eflb")
-    assert_undisturbed(cluster.train(JOBS[name], (4, 2), faults), expected)
+    expected = reference(cluster, name, (4, 2), redundancy)
+    assert_undisturbed(cluster.train(JOBS[name], (4, 2), faults, redundancy=redundancy), expected)
 
 
 # ---- moments outside of instructions -------------------------------------------------------------------------------
