@@ -1,7 +1,9 @@
 """All links and groups of one worker, and how they follow the plan.
 
-The links and groups of a worker form all at once, so none waits for the neighbours of another, and forming them cannot
-deadlock; others form when they are first used, which all members do in the same order.
+The links of a worker and the group of its pipeline form all at once, so none waits for the neighbours of another, and
+forming them cannot deadlock. The gradient groups, which nobody needs before the first sums, form in the background
+while the first step runs, likewise all at once; whoever needs one waits for them. Others form when they are first used,
+which all members do in the same order.
 
 In a cluster each worker must also notice the death of both its neighbours in the ring of its pipeline. Between the
 first and the last stage no messages pass; two links that carry none let them notice each other's.
@@ -14,6 +16,7 @@ have been interrupted in the making, and the other cannot know. A commit proves 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -24,10 +27,11 @@ from datetime import timedelta
 from bamboo_ds.comm.groups import Group, GroupFactory, SeatGroup
 from bamboo_ds.comm.links import Held, InboundLink, Message, OutboundLink
 from bamboo_ds.comm.rendezvous import KeyValue, keys_below
-from bamboo_ds.comm.transfer import Courier, Parcel, Rooms, all_at_once
+from bamboo_ds.comm.transfer import Background, Courier, Parcel, Rooms, all_at_once
 from bamboo_ds.comm.waits import Waits
 from bamboo_ds.comm.wire import Kind
 from bamboo_ds.elastic import keys
+from bamboo_ds.errors import BambooError, PeerLostError
 from bamboo_ds.plan import Plan, PlanSource, Seat
 
 _GOODBYE_SECONDS = 0.5  # for all goodbyes together to leave
@@ -102,26 +106,31 @@ class Network:
         self._reductions: dict[str, tuple[tuple[Seat, ...], SeatGroup]] = {}
         self._groups: dict[str, Group] = {}
         self._settled: set[Edge | str] = set()
+        self._ahead: Background | None = None
+        self._is_closed = False
         self._factory = self._new_factory()
         self._unsubscribe = source.subscribe(self._wake)
         if row is not None:
             self._factory.store.set(f"rows/{source.worker}", row)
 
     def form(self) -> None:
-        """Form links and groups; all workers of the plan do.
+        """Form the links and the group of the pipeline; all workers of the plan do.
 
         Raises:
             PlanChangedError: there is a newer one. Close the network.
             PeerLostError: another worker is gone, and the cluster knows nothing of it. Close the network.
         """
-        reductions = [name for name in sorted(self._stages) if self._has_seat(name)]
-        tasks: list[Callable[[], object]] = [self._renew_all, lambda: self.form_reductions(reductions)]
+        tasks: list[Callable[[], object]] = [self._renew_all]
         if self._source.elastic:  # the first round of all workers needs it
             tasks.append(lambda: self.pipeline)
         try:
             all_at_once(tasks)
         finally:
             self._factory.rest()
+
+    def form_ahead(self) -> None:
+        """Begin to form the gradient groups in the background; whoever needs one of them waits for all."""
+        self._ahead = Background(lambda: self._form_missing(filter(self._has_seat, sorted(self._stages))))
 
     # ---- what the engine uses ----------------------------------------------------------------------------------
 
@@ -148,11 +157,10 @@ class Network:
 
     def form_reductions(self, names: Iterable[str]) -> None:
         """Form the groups of these reductions that are missing, all at once; this worker has a seat in each."""
-        seats = {name: self._seats(name) for name in names}
-        missing = {name: told for name, told in seats.items() if self._reductions.get(name, ((),))[0] != told}
-        groups = self._factory.seated({f"reduce-{name}": told for name, told in missing.items()})
-        for (name, told), group in zip(missing.items(), groups, strict=True):
-            self._reductions[name] = told, group
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.result()
+        self._form_missing(names)
 
     def posted(self) -> list[bytes]:
         """Wait for the rows that all workers of the plan have hung out, and return them in the order of ids."""
@@ -197,6 +205,8 @@ class Network:
         The peers hear that it is in order, and do not report it.
         """
         self._unsubscribe()
+        self._is_closed = True
+        self._give_up_ahead()
         for outbound in self.outbound.values():
             outbound.say_goodbye()
         deadline = time.monotonic() + _GOODBYE_SECONDS
@@ -223,6 +233,7 @@ class Network:
             PlanChangedError: there is a newer one.
             PeerLostError: a neighbour is gone, and the cluster knows nothing of it.
         """
+        self._give_up_ahead()
         self.plan = plan
         self._factory = self._new_factory()
         for edge in self._edges():
@@ -233,8 +244,24 @@ class Network:
         return self._renew_all()
 
     def _check(self) -> None:
+        if self._is_closed:
+            raise PeerLostError("the network was closed while groups formed")
         self._source.check(self.plan)
         self._alarm()
+
+    def _give_up_ahead(self) -> None:
+        """Wait for the groups that still form in the background: soon they are there, or not wanted any more."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            with contextlib.suppress(BambooError):
+                ahead.result()
+
+    def _form_missing(self, names: Iterable[str]) -> None:
+        seats = {name: self._seats(name) for name in names}
+        missing = {name: told for name, told in seats.items() if self._reductions.get(name, ((),))[0] != told}
+        groups = self._factory.seated({f"reduce-{name}": told for name, told in missing.items()})
+        for (name, told), group in zip(missing.items(), groups, strict=True):
+            self._reductions[name] = told, group
 
     def _new_factory(self) -> GroupFactory:
         return GroupFactory(

@@ -140,6 +140,36 @@ class Courier:
             self._waits.finish(group.handle.broadcast([tensor], options))
 
 
+class Background:
+    """A task that runs in a thread of its own.
+
+    Args:
+        task: what to run.
+    """
+
+    def __init__(self, task: Callable[[], object]) -> None:
+        self._task = task
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="bamboo-background", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._task()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
 def all_at_once(tasks: Sequence[Callable[[], object]]) -> None:
     """Run all tasks at once, and wait for all; when one fails the others do soon: their peers or the plan are the same.
 

@@ -91,12 +91,14 @@ class Commits:
         if change is not None and outcome.decision is not None:
             outcome = replace(outcome, decision=replace(outcome.decision, reshape=True))
         after = change.plan if change is not None and ballots[0].boundary else None
+        old = [*self._old(engine, commit), *self._formed(plan, engine, stepped=outcome.decision is not None)]
         self._pen.write(
             [*self._conditions(after is not None), Unchanged(key, ABSENT)],
-            [Put(key, encode(outcome)), *self._settled(plan), *self._old(plan, engine, commit), *_new_plan(after)],
+            [Put(key, encode(outcome)), *self._settled(plan), *old, *_new_plan(after)],
         )
         self._view.forget_votes(engine, commit)
-        self._engines.add(engine)
+        if outcome.decision is not None:
+            self._engines.add(engine)
         self._pen.did("decision", f"{engine}/{commit}")
         if change is not None and after is not None:
             self._pen.tell("reconfigure", change.reason, plan=keys.dotted(after.number), action=change.action.value)
@@ -124,12 +126,15 @@ class Commits:
         if self._view.settled < plan.epoch:
             yield Put(keys.SETTLED, str(plan.epoch).encode())
 
-    def _old(self, plan: Plan, engine: int, commit: int) -> Iterable[Write]:
-        """Yield what goes with a decision. All groups of this engine have formed: they have summed its gradients."""
+    def _old(self, engine: int, commit: int) -> Iterable[Write]:
+        """Yield what goes with a decision."""
         yield DeletePrefix(keys.votes(engine, commit))
         if commit > 0:
             yield Delete(keys.decision(engine, commit - 1))
-        if engine not in self._engines:
+
+    def _formed(self, plan: Plan, engine: int, *, stepped: bool) -> Iterable[Write]:
+        """Yield what groups formed by, when all groups of this engine have: they have summed its gradients."""
+        if stepped and engine not in self._engines:
             yield DeletePrefix(keys.rendezvous(plan.number, f"engine-{engine}"))
 
     def _report(self, decision: Decision, engine: int, vote_seconds: float) -> None:

@@ -154,6 +154,7 @@ class Reshaping(Failover):
         self._fill(units, received)
         self._take_place(plan)
         self._settle()
+        self.network.form_ahead()
         sent = () if shipping.lost else shipping.shipments
         moved = [one for one in sent if self._source.worker in (one.source, one.target)]
         self._report_epoch(

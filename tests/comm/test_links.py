@@ -137,9 +137,8 @@ def test_a_dead_or_silent_peer_ends_the_wait_in_time(workers: Run, way: str, wit
 def waiting_in_a_group(rank: int) -> Any:
     """Worker 0 takes part in no exchange: gathering and summing must both end."""
     links = network(rank, timeout_seconds=1.0)
-    found = []
+    group, found = links.reduction("all"), []
     if rank == 1:
-        group = links.reduction("all")
         for wait in (group.start_sum([torch.ones(3)]), lambda: links.world.gather_bytes(b"x")):
             started = time.monotonic()
             try:

@@ -35,6 +35,7 @@ from tests.engine.training import (
 )
 from tests.engine.zoo import WIDTH, blocks, tokens, vectors
 
+MODES = ("eflb", "fit", "lflb")
 WARM_UP: dict[str, Any] = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.01}}}
 
 
@@ -150,7 +151,7 @@ def test_whatever_is_trained_stays_what_it_was(
 
 def moments() -> list[tuple[int, int, str]]:
     """Return a seeded part of all (stage, instruction, redundancy)."""
-    every = [(stage, k, mode) for stage in range(4) for k in range(27) for mode in ("eflb", "fit", "lflb")]
+    every = [(stage, k, mode) for stage in range(4) for k in range(27) for mode in MODES]
     return random.Random(7).sample(every, 24)
 
 
@@ -163,8 +164,8 @@ def test_the_moment_does_not_matter(cluster: Cluster, stage: int, before: int, r
     assert_undisturbed(got, expected)
 
 
-def several_losses() -> list[list[Fault]]:
-    """Return losses of one step, one to four of them, no two of which are neighbours: chosen ones, and a seeded part.
+def several_losses() -> list[tuple[list[Fault], str]]:
+    """Return (losses, redundancy): up to four losses, no two of which are neighbours; chosen ones, and a seeded part.
 
     They follow so closely that a worker is interrupted in the middle of one failover by the news of the next.
     """
@@ -180,12 +181,11 @@ def several_losses() -> list[list[Fault]]:
         [kill(d, stage, before=chance.randrange(11)) for d in (0, 1) for stage in chance.choice(apart)]
         for _ in range(45)
     ]
-    return chosen + drawn
+    return [(faults, "eflb") for faults in chosen] + [(faults, mode) for faults in drawn for mode in MODES]
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("redundancy", ["eflb", "fit", "lflb"])
-@pytest.mark.parametrize("faults", several_losses())
+@pytest.mark.parametrize(("faults", "redundancy"), several_losses())
 def test_several_losses_that_are_no_neighbours_change_nothing(
     cluster: Cluster, faults: list[Fault], redundancy: str
 ) -> None:
