@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from bamboo_ds.errors import StoreError, StoreUnavailableError
 from bamboo_ds.store import Entry, Event, Store, Watch
@@ -41,11 +42,16 @@ class Ears:
         Raises:
             StoreUnavailableError: the store does not answer; we hear on as before.
         """
-        snapshots = [self._store.list(prefix) for prefix in self._prefixes]
+        with ExitStack() as opened:
+            heard = []
+            for prefix in self._prefixes:
+                snapshot, watch = self._store.listen(prefix)
+                opened.callback(watch.close)
+                heard.append((snapshot, watch))
+            opened.pop_all()
         self.close()
-        for prefix, snapshot in zip(self._prefixes, snapshots, strict=True):
-            self._watches.append(self._store.watch(prefix, from_revision=snapshot.revision + 1))
-        return tuple(entry for snapshot in snapshots for entry in snapshot.entries)
+        self._watches = [watch for _, watch in heard]
+        return tuple(entry for snapshot, _ in heard for entry in snapshot.entries)
 
     def take(self) -> tuple[Event, ...]:
         """Return what has come, without waiting.

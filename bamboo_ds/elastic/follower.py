@@ -71,17 +71,17 @@ class Follower:
     def _follow(self) -> None:
         """List, then watch until that is cut off."""
         try:
-            snapshot = self._store.list(self._prefix)
+            snapshot, watch = self._store.listen(self._prefix)
         except StoreUnavailableError:
             with self._closed:
                 self._store.clock.wait(self._closed, _RETRY_SECONDS)
             return
-        self._take_list(snapshot)
-        with self._closed:
-            if self._is_closed:
-                return
-            self._watch = self._store.watch(self._prefix, from_revision=snapshot.revision + 1)
-        with self._watch as watch:
+        with watch:
+            with self._closed:
+                if self._is_closed:
+                    return
+                self._watch = watch
+            self._take_list(snapshot)
             while not self._is_closed:
                 try:
                     self._take(watch)

@@ -2,7 +2,7 @@
 
 A group forms by each member writing its address and waiting for those of the others. Asking the store for each of them
 again and again would cost it a thousand requests a second for every worker. So the first wait lists all keys below the
-prefix and watches it from there on: what another worker writes is here a millisecond later, and reading it asks nobody.
+prefix and listens from there on: what another worker writes is here a millisecond later, and reading it asks nobody.
 Once the groups have formed, `rest` ends the watch; the next wait begins one again. Groups form at once, in a thread
 each: one of these hears the watch, and what it hears wakes the others.
 """
@@ -125,9 +125,8 @@ class StoreKeys:
         return (self._write_once and key in self._seen) or self._store.get(self._prefix + key) is not None
 
     def _begin(self) -> Watch:
-        snapshot = self._store.list(self._prefix)
+        snapshot, self._watch = self._store.listen(self._prefix)
         self._seen = {entry.key.removeprefix(self._prefix): entry.value for entry in snapshot.entries}
-        self._watch = self._store.watch(self._prefix, from_revision=snapshot.revision + 1)
         return self._watch
 
     def _hear(self, watch: Watch, seconds: float) -> None:

@@ -215,29 +215,30 @@ class Board:
 
     def _follow(self) -> None:
         """List the board, then watch it until that is cut off."""
-        snapshot = self._list()
-        if snapshot is None:
+        heard = self._listen()
+        if heard is None:
             return
-        self._take(sorted(snapshot.entries, key=lambda entry: entry.revision))
-        with self._store.watch(keys.BOARD, from_revision=snapshot.revision + 1) as watch:
+        snapshot, watch = heard
+        with watch:
             self._watch = watch
+            self._take(sorted(snapshot.entries, key=lambda entry: entry.revision))
             while not self._closed:
                 try:
                     self._take(self._next(watch))
                 except CompactedError:
                     return
 
-    def _list(self) -> Snapshot | None:
+    def _listen(self) -> tuple[Snapshot, Watch] | None:
         while not self._closed:
             try:
-                snapshot = self._store.list(keys.BOARD)
+                heard = self._store.listen(keys.BOARD)
             except StoreUnavailableError as error:
                 self._note_silence(error)
                 with self._changed:
                     self._clock.wait(self._changed, _RETRY_SECONDS)
             else:
                 self._silent_since = None
-                return snapshot
+                return heard
         return None
 
     def _next(self, watch: Watch) -> tuple[Entry, ...]:

@@ -119,6 +119,21 @@ class EtcdStore(Store):
         """Watch the keys that begin with a prefix, from the changes of a revision on."""
         if from_revision < 1:
             raise ValueError(f"watch from_revision = {from_revision}: revisions begin at 1")
+        return self._watch(prefix, from_revision)
+
+    def listen(self, prefix: str = "", *, timeout_seconds: float | None = None) -> tuple[Snapshot, Watch]:
+        """Return the keys that begin with a prefix, and a watch of all that changes after that."""
+        deadline, watch = self._deadline(timeout_seconds), self._watch(prefix, None)
+        try:
+            watch.begin(deadline=deadline)
+            snapshot = self.list(prefix, timeout_seconds=max(deadline - self.clock.now(), 0.0))
+        except BaseException:
+            watch.close()
+            raise
+        watch.skip(snapshot.revision)
+        return snapshot, watch
+
+    def _watch(self, prefix: str, from_revision: int | None) -> EtcdWatch:
         self._connection.check()
         watch = EtcdWatch(
             self._connection,

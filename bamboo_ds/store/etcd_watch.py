@@ -62,7 +62,7 @@ class EtcdWatch(Watch):
         prefix: that keys begin with; the store's own prefix in front.
         strip: how much of it the caller does not see.
         end: of the range.
-        from_revision: the first revision to deliver.
+        from_revision: the first revision to deliver; None for what changes once the watch has begun.
         patience_seconds: how long a stream may be silent after it was asked for a sign of life.
     """
 
@@ -73,7 +73,7 @@ class EtcdWatch(Watch):
         prefix: str,
         strip: str,
         end: bytes,
-        from_revision: int,
+        from_revision: int | None,
         patience_seconds: float,
     ) -> None:
         self._connection, self._clock = connection, connection.clock
@@ -107,6 +107,32 @@ class EtcdWatch(Watch):
             events = tuple(self._events)
             self._events.clear()
             return events
+
+    def begin(self, *, deadline: float) -> None:
+        """Wait until the changes are known that will be told: all from now on, of a watch that had no first revision.
+
+        etcd tells what happens after it took the watch at once. One that begins in the past it lets catch up with the
+        present first, and for that it looks only every 100 ms.
+
+        Raises:
+            StoreUnavailableError: etcd does not answer.
+            StoreError: it refuses the watch, or this was closed.
+        """
+        with self._changed:
+            while self._revision is None:
+                if self._error is not None:
+                    raise self._error
+                self._mind_silence()
+                remaining = deadline - self._clock.now()
+                if remaining <= 0:
+                    raise StoreUnavailableError(f"watch of {self._key.decode()!r}: etcd is silent ({self._trouble})")
+                self._clock.wait(self._changed, min(remaining, self._patience_seconds / _ASK_PART))
+
+    def skip(self, revision: int) -> None:
+        """Leave out what has changed up to a revision."""
+        with self._changed:
+            self._revision = max(self._revision or 0, revision + 1)
+            self._events = deque(event for event in self._events if event.revision > revision)
 
     def close(self) -> None:
         """End the watch; a thread that waits in `next` gets a StoreError. May be called again."""
@@ -182,7 +208,7 @@ class EtcdWatch(Watch):
         create = etcd_messages().WatchCreateRequest(
             key=self._key,
             range_end=self._range_end,
-            start_revision=max(self._revision - 1, 1),
+            start_revision=0 if self._revision is None else max(self._revision - 1, 1),
             progress_notify=True,
         )
         stream = _Stream(server, create, self._connection.metadata(deadline=deadline))
@@ -213,21 +239,24 @@ class EtcdWatch(Watch):
             if answer.canceled:
                 raise self._cancelled(answer.cancel_reason)
             self._up, self._trouble = True, "the stream ended"
-            self._deliver(answer)
+            first = int(answer.header.revision) + 1 if self._revision is None else self._revision
+            self._revision = self._deliver(answer, first)
             self._changed.notify_all()
 
-    def _deliver(self, answer: Any) -> None:
+    def _deliver(self, answer: Any, revision: int) -> int:
+        """Deliver what has changed at a revision or later; return the next one."""
         for event in answer.events:
-            if event.kv.mod_revision >= self._revision:
+            if event.kv.mod_revision >= revision:
                 kind = EventKind.DELETE if event.type else EventKind.PUT
                 key = event.kv.key.decode()[self._strip :]
                 self._events.append(Event(kind, key, event.kv.value, event.kv.mod_revision))
         if answer.events:
-            self._revision = max(self._revision, answer.events[-1].kv.mod_revision + 1)
-        elif answer.watch_id >= 0 and not answer.created:
+            return max(revision, int(answer.events[-1].kv.mod_revision) + 1)
+        if answer.watch_id >= 0 and not answer.created:
             # A notice of progress that etcd sent unasked: all up to here was delivered, so that a watch without news
             # is not cut off by a compaction. (Those asked for may overtake events, before etcd 3.5.8.)
-            self._revision = max(self._revision, answer.header.revision + 1)
+            return max(revision, int(answer.header.revision) + 1)
+        return revision
 
     def _cancelled(self, reason: str) -> StoreError:
         """Return what a cancellation by the server means: to try again, unless a fresh login is refused as well."""

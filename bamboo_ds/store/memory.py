@@ -102,6 +102,11 @@ class MemoryStore(Store):
             self._enter(even_if_unreachable=True)
         return _MemoryWatch(self, prefix, from_revision)
 
+    def listen(self, prefix: str = "", *, timeout_seconds: float | None = None) -> tuple[Snapshot, Watch]:
+        """Return the keys that begin with a prefix, and a watch of all that changes after that."""
+        snapshot = self.list(prefix)
+        return snapshot, self.watch(prefix, from_revision=snapshot.revision + 1)
+
     def lease(self, ttl_seconds: float, *, timeout_seconds: float | None = None) -> Lease:
         """Take a lease that is kept alive until it is revoked, expired by the server, or this store is closed."""
         if not ttl_seconds > 0:

@@ -89,6 +89,14 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
+    def listen(self, prefix: str = "", *, timeout_seconds: float | None = None) -> tuple[Snapshot, Watch]:
+        """Return the keys that begin with a prefix, and a watch of all that changes after that.
+
+        What changes is told within milliseconds from the first moment on. A watch that begins after a `list`, at a
+        revision that is past by then, hears nothing for up to a tenth of a second: so long etcd lets it wait.
+        """
+
+    @abc.abstractmethod
     def lease(self, ttl_seconds: float, *, timeout_seconds: float | None = None) -> Lease:
         """Take a lease and keep it alive in the background.
 

@@ -211,6 +211,24 @@ def test_a_watch_from_a_snapshot_on_misses_nothing(store: Store) -> None:
         assert collect(watch, 1) == [put("plan", b"2", second)]
 
 
+def test_who_listens_is_told_what_is_there_and_then_each_change_once_whoever_writes_meanwhile(world: World) -> None:
+    store, other = world.store(), world.store()
+    written: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: written.extend(other.put(f"nodes/{n % 7}", str(n).encode()) for n in range(60)))
+        heard = [store.listen("nodes/") for _ in range(5)]
+        writing.result()
+    for snapshot, watch in heard:
+        later = [revision for revision in written if revision > snapshot.revision]
+        told = [event.revision for event in collect(watch, len(later))] if later else []
+        known = {entry.revision for entry in snapshot.entries}
+        assert told == later
+        assert known <= set(written) - set(later)
+        assert not written[: len(written) - len(later)] or max(known) == written[-len(later) - 1]
+        assert watch.next(world.brief_seconds) == ()
+        watch.close()
+
+
 def test_changes_of_one_transaction_come_together(store: Store) -> None:
     start = store.list().revision
     with store.watch(from_revision=start + 1) as watch:
@@ -344,7 +362,13 @@ def test_a_closed_store_refuses_everything_and_closes_again(world: World) -> Non
     watch = store.watch(from_revision=store.list().revision + 1)
     store.close()
     store.close()
-    for call in (lambda: store.get("x"), lambda: store.put("x", b""), lambda: watch.next(1), lambda: store.lease(3)):
+    for call in (
+        lambda: store.get("x"),
+        lambda: store.put("x", b""),
+        lambda: watch.next(1),
+        lambda: store.listen(),
+        lambda: store.lease(3),
+    ):
         with pytest.raises(StoreError, match="closed"):
             call()
 

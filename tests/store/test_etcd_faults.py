@@ -140,6 +140,34 @@ def test_a_watcher_tells_silence_from_no_news(own_etcd: EmbeddedEtcd, connect: C
     assert second in [event.revision for event in collect(watch, 1)]
 
 
+def test_who_begins_to_listen_hears_at_once(own_etcd: EmbeddedEtcd, connect: Connect) -> None:
+    """Etcd lets a watch that begins at a past revision wait for up to 100 ms, every time."""
+    store, other = connect(own_etcd), connect(own_etcd)
+    seconds = []
+    for number in range(9):
+        snapshot, watch = store.listen("nodes/")
+        began = time.monotonic()
+        other.put(f"nodes/{number}", b"")
+        assert [event.key for event in watch.next(5)] == [f"nodes/{number}"]
+        seconds.append(time.monotonic() - began)
+        assert len(snapshot.entries) == number
+        watch.close()
+    assert sorted(seconds)[4] < 0.05
+
+
+def test_a_listener_misses_nothing_when_the_server_is_killed_before_the_first_change(
+    own_etcd: EmbeddedEtcd, connect: Connect
+) -> None:
+    store = connect(own_etcd)
+    store.put("plan", b"1")
+    snapshot, watch = store.listen()
+    own_etcd.kill()
+    own_etcd.start()
+    second = store.put("plan", b"2", timeout_seconds=10)
+    assert [event.revision for event in collect(watch, 1)] == [second]
+    assert [entry.value for entry in snapshot.entries] == [b"1"]
+
+
 def test_a_stopped_server_delays_no_call_beyond_its_deadline(own_etcd: EmbeddedEtcd, connect: Connect) -> None:
     store = connect(own_etcd)
     store.put("plan", b"1")
@@ -149,13 +177,14 @@ def test_a_stopped_server_delays_no_call_beyond_its_deadline(own_etcd: EmbeddedE
     calls: list[Callable[[], object]] = [
         lambda: store.get("plan", timeout_seconds=0.5),
         lambda: store.list(timeout_seconds=0.5),
+        lambda: store.listen(timeout_seconds=0.5),
         lambda: store.put("plan", b"2", timeout_seconds=0.5),
         lambda: store.add("n", 1, timeout_seconds=0.5),
         lambda: store.lease(5, timeout_seconds=0.5),
     ]
     for call in calls:
         began = time.monotonic()
-        with pytest.raises(StoreUnavailableError, match=r"put|get|list|lease"):
+        with pytest.raises(StoreUnavailableError, match=r"put|get|list|watch|lease"):
             call()
         assert time.monotonic() - began < 1.0
     own_etcd.signal(signal.SIGCONT)
