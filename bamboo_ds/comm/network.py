@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+from bamboo_ds.comm.doors import Door, Sign
 from bamboo_ds.comm.groups import Group, GroupFactory, SeatGroup
 from bamboo_ds.comm.links import Held, InboundLink, Message, OutboundLink
 from bamboo_ds.comm.rendezvous import KeyValue, keys_below
@@ -31,7 +32,7 @@ from bamboo_ds.comm.transfer import Background, Courier, Parcel, Rooms, all_at_o
 from bamboo_ds.comm.waits import Waits
 from bamboo_ds.comm.wire import Kind
 from bamboo_ds.elastic import keys
-from bamboo_ds.errors import BambooError, PeerLostError
+from bamboo_ds.errors import BambooError, PeerLostError, ScheduleError
 from bamboo_ds.plan import Plan, PlanSource, Seat
 
 _GOODBYE_SECONDS = 0.5  # for all goodbyes together to leave
@@ -68,7 +69,8 @@ class Network:
         timeout_seconds: the one time-out of every wait.
         alarm: called while waiting; raises when another worker has failed.
         address: at which other nodes reach this worker; empty for gloo's own choice.
-        row: hung out for all workers of the plan before anything else; see `posted`.
+        row: hung out for all workers of the plan before anything else, with the way to this worker's door; see
+            `posted`. Without one no state can be carried.
 
     Attributes:
         plan: the one that these links belong to.
@@ -110,8 +112,12 @@ class Network:
         self._is_closed = False
         self._factory = self._new_factory()
         self._unsubscribe = source.subscribe(self._wake)
+        self._door: Door | None = None
+        self._signs: dict[int, Sign] = {}
         if row is not None:
-            self._factory.store.set(f"rows/{source.worker}", row)
+            self._door = Door(address, waits=self._waits)
+            told = {"sign": asdict(self._door.sign), "row": row.decode()}
+            self._factory.store.set(f"rows/{source.worker}", json.dumps(told))
 
     def form(self) -> None:
         """Form the links and the group of the pipeline; all workers of the plan do.
@@ -166,13 +172,25 @@ class Network:
         """Wait for the rows that all workers of the plan have hung out, and return them in the order of ids."""
         names = [f"rows/{worker}" for worker in self.plan.workers]
         self._factory.store.wait(names)
-        return [self._factory.store.get(name) for name in names]
+        told = [json.loads(self._factory.store.get(name)) for name in names]
+        self._signs = {worker: Sign(**one["sign"]) for worker, one in zip(self.plan.workers, told, strict=True)}
+        return [one["row"].encode() for one in told]
 
     def carry(
         self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int], *, rooms: Rooms
     ) -> dict[int, list[Parcel]]:
-        """Send and receive state; see `Courier`."""
-        return Courier(self._factory, waits=self._waits, name="state", rooms=rooms).carry(outgoing, incoming)
+        """Send and receive state, once all rows were `posted`; see `Courier`.
+
+        Raises:
+            ScheduleError: this worker has hung out no row.
+        """
+        if self._door is None:
+            raise ScheduleError("state can be carried only between workers that have hung out a row")
+        courier = Courier(self._source.worker, door=self._door, signs=self._signs, waits=self._waits, rooms=rooms)
+        try:
+            return courier.carry(outgoing, incoming)
+        finally:
+            self._door.close()
 
     def held(self, stage: int, *, step: int) -> int:
         """Return how many activations of a step the receiver of a stage's outputs had when the link was made."""
@@ -207,6 +225,8 @@ class Network:
         self._unsubscribe()
         self._is_closed = True
         self._give_up_ahead()
+        if self._door is not None:
+            self._door.close()
         for outbound in self.outbound.values():
             outbound.say_goodbye()
         deadline = time.monotonic() + _GOODBYE_SECONDS

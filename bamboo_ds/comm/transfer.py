@@ -1,25 +1,27 @@
 """Moves state between workers when a new epoch begins: in bulk, between many pairs at once.
 
-Each pair of workers has a group of its own and a thread at either end, so a worker sends to several and receives from
-several at the same time. A header says what the receiver must make room for. Large tensors travel as they lie, small
-ones of a parcel as one run of bytes.
+Each pair of workers has a connection of its own and a thread at either end, so a worker sends to several and receives
+from several at the same time. A header says what the receiver must make room for. Large tensors travel as they lie,
+small ones of a parcel as one run of bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
 
-from bamboo_ds.comm.groups import Group, GroupFactory, peer_errors
+from bamboo_ds.comm.doors import Connection, Door, Sign, call
 from bamboo_ds.comm.waits import Waits
 
 _LARGE_BYTES = 1 << 18  # from this size on, a message of its own costs less than a copy
+_LENGTH = struct.Struct("<q")
 _ALIGNMENT = 16  # of a tensor in the run of bytes: every dtype may be viewed there
 
 
@@ -50,15 +52,18 @@ class Courier:
     """Carries parcels between the workers of one plan.
 
     Args:
-        factory: makes the groups.
+        worker: id of this one.
+        door: where the others reach it.
+        signs: of the doors of all, by worker.
         waits: how waits end.
-        name: distinguishes several rounds under one plan.
         rooms: where large tensors are to be received, by name of their parcel and their own, if they fit there. Others
             are received into new memory.
     """
 
-    def __init__(self, factory: GroupFactory, *, waits: Waits, name: str, rooms: Rooms | None = None) -> None:
-        self._factory, self._waits, self._name, self._rooms = factory, waits, name, rooms or {}
+    def __init__(
+        self, worker: int, *, door: Door, signs: Mapping[int, Sign], waits: Waits, rooms: Rooms | None = None
+    ) -> None:
+        self._worker, self._door, self._signs, self._waits, self._rooms = worker, door, signs, waits, rooms or {}
 
     def carry(self, outgoing: Mapping[int, Sequence[Parcel]], incoming: Iterable[int]) -> dict[int, list[Parcel]]:
         """Send and receive at once.
@@ -79,65 +84,54 @@ class Courier:
             lambda peer=peer, parcels=parcels: self._send(peer, parcels)  # type: ignore[misc]
             for peer, parcels in outgoing.items()
         ]
-        tasks += [lambda peer=peer: received.update({peer: self._receive(peer)}) for peer in incoming]  # type: ignore[misc]
-        all_at_once(tasks)
+        all_at_once([*tasks, lambda: self._receive_all(set(incoming), received)])
         return received
 
     def _send(self, peer: int, parcels: Sequence[Parcel]) -> None:
-        group = self._pair(self._factory.worker, peer)
+        connection = call(self._signs[peer], caller=self._worker, peer=peer, waits=self._waits)
         try:
             header = json.dumps([_described(parcel) for parcel in parcels]).encode()
-            self._put(group, torch.tensor([len(header)], dtype=torch.int64))
-            self._put(group, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            connection.put(memoryview(_LENGTH.pack(len(header)) + header))
             for parcel in parcels:
                 for tensor in (_packed(parcel), *_large(parcel).values()):
-                    self._put(group, tensor)
-            self._take(group, torch.int64, 1)  # it has all arrived: the group may end
+                    _pass(tensor, connection.put)
+            connection.take(memoryview(bytearray(1)))  # it has all arrived: the connection may end
         finally:
-            group.close()
+            connection.close()
 
-    def _receive(self, peer: int) -> list[Parcel]:
-        group = self._pair(peer, self._factory.worker)
+    def _receive_all(self, incoming: set[int], received: dict[int, list[Parcel]]) -> None:
+        """Receive from each as it comes, from all at the same time."""
+        tasks: list[Background] = []
         try:
-            length = int(self._take(group, torch.int64, 1))
-            header = json.loads(self._take(group, torch.uint8, length).numpy().tobytes())
-            parcels = [self._unpacked(group, description) for description in header]
-            self._put(group, torch.tensor([1], dtype=torch.int64))
-            return parcels
+            while incoming:
+                connection = self._door.answer(incoming)
+                incoming.discard(connection.peer)
+                tasks.append(Background(functools.partial(self._receive, connection, received)))
         finally:
-            group.close()
+            for task in tasks:
+                task.wait()
+        for task in tasks:
+            task.result()
 
-    def _pair(self, sender: int, receiver: int) -> Group:
-        return self._factory.host(f"{self._name}-{sender}-{receiver}", (sender, receiver))
+    def _receive(self, connection: Connection, received: dict[int, list[Parcel]]) -> None:
+        try:
+            connection.take(memoryview(length := bytearray(_LENGTH.size)))
+            connection.take(memoryview(header := bytearray(_LENGTH.unpack(length)[0])))
+            received[connection.peer] = [self._unpacked(connection, told) for told in json.loads(header)]
+            connection.put(memoryview(b"1"))
+        finally:
+            connection.close()
 
-    def _unpacked(self, group: Group, description: dict[str, Any]) -> Parcel:
-        room, tensors = self._take(group, torch.uint8, description["size"]), {}
+    def _unpacked(self, connection: Connection, description: dict[str, Any]) -> Parcel:
+        room, tensors = torch.empty(description["size"], dtype=torch.uint8), {}
+        _pass(room, connection.take)
         for name, dtype, shape, start, stop in description["small"]:
             tensors[name] = room[start:stop].view(getattr(torch, dtype)).reshape(shape)
         rooms = self._rooms.get(description["name"], {})
         for name, dtype, shape in description["large"]:
-            place = _room_for(rooms.get(name), dtype=getattr(torch, dtype), shape=shape)
-            self._pass(group, place, root=1 - group.rank)
-            tensors[name] = place
+            tensors[name] = _room_for(rooms.get(name), dtype=getattr(torch, dtype), shape=shape)
+            _pass(tensors[name], connection.take)
         return Parcel(name=description["name"], values=description["values"], tensors=tensors)
-
-    def _put(self, group: Group, tensor: torch.Tensor) -> None:
-        self._pass(group, tensor, root=group.rank)
-
-    def _take(self, group: Group, dtype: torch.dtype, count: int) -> torch.Tensor:
-        room = torch.empty(count, dtype=dtype)
-        self._pass(group, room, root=1 - group.rank)
-        return room
-
-    def _pass(self, group: Group, tensor: torch.Tensor, *, root: int) -> None:
-        """Pass a tensor from one end to the other: by a broadcast, as gloo lets nobody wait for a send in Python."""
-        if not tensor.numel():
-            return
-        tensor = tensor.reshape(-1).view(torch.uint8)
-        options = torch_distributed.BroadcastOptions()
-        options.rootRank, options.timeout = root, self._waits.timeout
-        with peer_errors(group.name, group.members, self._waits):
-            self._waits.finish(group.handle.broadcast([tensor], options))
 
 
 class Background:
@@ -158,6 +152,10 @@ class Background:
             self._task()
         except BaseException as error:
             self._error = error
+
+    def wait(self) -> None:
+        """Wait for its end, whatever it was."""
+        self._thread.join()
 
     def result(self) -> None:
         """Wait for its end.
@@ -191,6 +189,12 @@ def all_at_once(tasks: Sequence[Callable[[], object]]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _pass(tensor: torch.Tensor, move: Callable[[memoryview], None]) -> None:
+    """Send a tensor, or receive it where it lies."""
+    if tensor.numel():
+        move(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _room_for(given: torch.Tensor | None, *, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

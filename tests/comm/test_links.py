@@ -22,7 +22,14 @@ from bamboo_ds.plan import StaticPlanSource, static_plan
 Run = Callable[..., list[WorkerResult]]
 
 
-def network(rank: int, *, workers: int = 2, timeout_seconds: float = 10.0, check: Any = lambda: None) -> Network:
+def network(
+    rank: int,
+    *,
+    workers: int = 2,
+    timeout_seconds: float = 10.0,
+    check: Any = lambda: None,
+    row: bytes | None = None,
+) -> Network:
     """Join the workers of one pipeline."""
     from bamboo_ds.world import init_distributed
 
@@ -31,7 +38,7 @@ def network(rank: int, *, workers: int = 2, timeout_seconds: float = 10.0, check
     made = Network(
         source, plan=source.current(), backing=world.store, instance=0,
         reductions={"all": frozenset(range(workers))}, redundancy=False,
-        timeout_seconds=timeout_seconds, alarm=check,
+        timeout_seconds=timeout_seconds, alarm=check, row=row,
     )  # fmt: skip
     made.form()
     return made

@@ -27,7 +27,8 @@ def parcels() -> list[Parcel]:
 
 def exchange(rank: int) -> Any:
     """Send all parcels to the other worker, and receive the same from it."""
-    links, other, sent = network(rank), 1 - rank, parcels()
+    links, other, sent = network(rank, row=b"mine"), 1 - rank, parcels()
+    assert links.posted() == [b"mine", b"mine"]
     ready = {"fits": torch.zeros(LARGE, 2), "other dtype": torch.zeros(LARGE, 2), "view": torch.zeros(LARGE, 2).t()}
     got = links.carry({other: sent}, [other], rooms={"first": ready})[other]
     wrong = [

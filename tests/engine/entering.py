@@ -90,7 +90,7 @@ class _Victim:
 
     def watch(self, *, message_seconds: float, unit_seconds: float) -> None:
         """Follow the phases of this process's engine."""
-        from bamboo_ds.comm.transfer import Courier
+        from bamboo_ds.comm import transfer
         from bamboo_ds.engine import checkpoint_loading
         from bamboo_ds.engine.checkpointing import Checkpointing
         from bamboo_ds.engine.reshape import Reshaping
@@ -98,7 +98,7 @@ class _Victim:
         before_call(Reshaping, "_reshape", self._decide)
         before_call(Reshaping, "_stock_row", lambda *_: self._enter("links forming"))
         before_call(Reshaping, "_carry", self._pair)
-        before_call(Courier, "_pass", lambda *_: self._pass_one(message_seconds))
+        before_call(transfer, "_pass", lambda *_: self._pass_one(message_seconds))
         before_call(Checkpointing, "_restored", lambda *_: self._enter("choosing"))
         before_call(Checkpointing, "_read", lambda *_: self._enter("reading"))
         before_call(checkpoint_loading, "read_unit", lambda *_: time.sleep(unit_seconds))
