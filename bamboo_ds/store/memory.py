@@ -69,9 +69,9 @@ class MemoryStore(Store):
         """Return all keys that begin with a prefix, as they are at one moment."""
         with self.server._changed:
             self._enter()
-            entries = sorted(self.server._entries.items())
-            found = tuple(self._bare(entry) for key, entry in entries if key.startswith(self.prefix + prefix))
-            return Snapshot(found, self.server._revision)
+            entries, wanted = self.server._entries, self.prefix + prefix
+            found = sorted(key for key in entries if key.startswith(wanted))
+            return Snapshot(tuple(self._bare(entries[key]) for key in found), self.server._revision)
 
     def transact(
         self,
