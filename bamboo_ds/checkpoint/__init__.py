@@ -5,6 +5,7 @@ from bamboo_ds.checkpoint.choice import Held, writers
 from bamboo_ds.checkpoint.choosing import choose, choose_or_tell, newest_but
 from bamboo_ds.checkpoint.finding import Found, check_whole, find, latest, periodic_tag, read_manifest, remove_manifest
 from bamboo_ds.checkpoint.manifest import Manifest, UnitFiles, layer_name, stage_name, unit_name
+from bamboo_ds.checkpoint.patient import PatientStorage
 from bamboo_ds.checkpoint.periodic import Begun, Periodic
 from bamboo_ds.checkpoint.plain import from_plain, to_plain
 from bamboo_ds.checkpoint.reading import SavedGroup, SavedUnit, read_unit, write_rest, write_weights
@@ -20,6 +21,7 @@ __all__ = [
     "Held",
     "Manifest",
     "Part",
+    "PatientStorage",
     "Periodic",
     "Report",
     "SavedGroup",

@@ -392,15 +392,16 @@ class Network:
         return self._groups[name]
 
     def _drop_groups(self) -> None:
-        """End the groups that have lost a member, or may not be whole."""
+        """End groups that have lost a member, or may not be whole; in the background, as that takes gloo a while."""
+        dropped: list[Group | SeatGroup] = list(self._groups.values())
+        self._groups = {}
         for name, (seats, group) in list(self._reductions.items()):
             if seats != self._seats(name) or name not in self._settled:
                 del self._reductions[name]
                 self._settled.discard(name)
-                group.close()
-        for others in self._groups.values():
-            others.close()
-        self._groups = {}
+                dropped.append(group)
+        if dropped:
+            Background(lambda: [group.close() for group in dropped])
 
     def _has_seat(self, name: str) -> bool:
         return any(seat.worker == self._source.worker for seat in self._seats(name))

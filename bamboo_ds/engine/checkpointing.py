@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
-from bamboo_ds.checkpoint import Manifest, SavedUnit, Storage, newest_but, open_storage
+from bamboo_ds.checkpoint import Manifest, PatientStorage, SavedUnit, Storage, newest_but, open_storage
 from bamboo_ds.engine.checkpoint_loading import CheckpointLoading, manifest_of
 from bamboo_ds.engine.common import CommonState, Restored
 from bamboo_ds.engine.gradients import Unit
@@ -27,20 +27,27 @@ class Checkpointing(CheckpointLoading):
         All workers of the plan call it, in an epoch that is not settled. Nothing is put anywhere yet.
 
         Raises:
-            StateLostError: there is none.
+            StateLostError: there is none, or it cannot be read for half of the time-out (for all of it others wait).
             PlanChangedError: as from every wait.
         """
         settings = self.bamboo.checkpoint
         if settings is None:
             raise StateLostError("there are no checkpoints: bamboo.checkpoint.path would say where they are")
-        storage, damaged = open_storage(settings.path), dict[str, str]()
+        storage = PatientStorage(open_storage(settings.path), seconds=self.bamboo.timeout_seconds / 2)
+        try:
+            return self._restored_from_newest(storage, units)
+        except OSError as error:
+            raise StateLostError(f"the checkpoints in {settings.path} cannot be read: {error}") from error
+
+    def _restored_from_newest(self, storage: Storage, units: Mapping[str, Unit]) -> Restored:
+        damaged = dict[str, str]()
         while True:
             row = self._in_world(
                 lambda: json.dumps(newest_but(storage, damaged, among=_is_complete)) if self._is_first else ""
             )[0]
             tag, reasons = json.loads(row)
             if tag is None:
-                raise StateLostError(f"there is no whole checkpoint in {settings.path}{reasons}")
+                raise StateLostError(f"there is no whole checkpoint in {storage.path}{reasons}")
             manifest = self._manifest_for_all(storage, tag, damaged)
             if manifest is None:
                 continue

@@ -5,6 +5,7 @@ Whatever they were at: no hang, no wrong number, and no checkpoint is chosen tha
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import os
@@ -22,6 +23,7 @@ from deepspeed.pipe import LayerSpec
 
 from bamboo_ds.cli.bench.workers import WorkerResult, values
 from bamboo_ds.elastic.membership import Membership
+from bamboo_ds.errors import BambooError
 from tests.engine.disturbed import Fault, kill
 from tests.engine.entering import Death, Program, before_call, died, dying
 from tests.engine.reshaped import Reshaped, ReshapedCluster, assert_as, assert_copies_equal
@@ -202,6 +204,42 @@ def test_a_checkpoint_that_makes_room_for_a_newer_one_after_it_was_chosen_is_giv
     saving = periodic(JOBS["dropout, clipping and Adam"], tmp_path, interval_steps=2, asynchronous=False, keep=3)
     values(workers(train_all, 2, args=(saving, 2), timeout_seconds=60))
     assert values(workers(restore_what_vanishes, 2, args=(saving,), timeout_seconds=60)) == [4, 4]
+
+
+def restore_through_trouble(rank: int, job: Training, *, times: int) -> tuple[int, str]:
+    """Go back to the newest checkpoint of a place that cannot be read a few times; return its step, or what is said."""
+    from bamboo_ds.checkpoint.local import LocalStorage
+
+    engine, read, failures = build_engine(job, 2), LocalStorage.read, [times]
+
+    def failing(self: LocalStorage, name: str) -> bytes:
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise OSError(errno.EIO, "Input/output error", name)
+        return read(self, name)
+
+    LocalStorage.read = failing  # type: ignore[method-assign]
+    try:
+        return int(engine._restored(engine._held_units()).step), ""
+    except BambooError as error:
+        return -1, str(error)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("times", [2, 1000])
+def test_a_place_that_cannot_be_read_is_asked_again_for_half_of_the_time_out(
+    workers: Run, tmp_path: Path, times: int
+) -> None:
+    saving = periodic(JOBS["dropout, clipping and Adam"], tmp_path, interval_steps=2, asynchronous=False, keep=3)
+    values(workers(train_all, 2, args=(saving, 2), timeout_seconds=60))
+    brief = {**saving.config, "bamboo": {**saving.config["bamboo"], "timeout_seconds": 4}}
+    again = functools.partial(restore_through_trouble, times=times)
+    told = workers(again, 2, args=(replace(saving, config=brief),), timeout_seconds=60)
+    if times == 2:
+        assert values(told) == [(6, ""), (6, "")]
+    else:
+        assert f"the checkpoints in {tmp_path} cannot be read: [Errno 5]" in told[0].value[1]
 
 
 # ---- all of a layer ------------------------------------------------------------------------------------------------
