@@ -109,6 +109,7 @@ class Network:
         self._groups: dict[str, Group] = {}
         self._settled: set[Edge | str] = set()
         self._ahead: Background | None = None
+        self._closings: list[Background] = []
         self._is_closed = False
         self._factory = self._new_factory()
         self._unsubscribe = source.subscribe(self._wake)
@@ -238,6 +239,8 @@ class Network:
             reduction.close()
         for group in self._groups.values():
             group.close()
+        for closing in self._closings:
+            closing.wait()
 
     # ---- following the plan ------------------------------------------------------------------------------------
 
@@ -401,7 +404,7 @@ class Network:
                 self._settled.discard(name)
                 dropped.append(group)
         if dropped:
-            Background(lambda: [group.close() for group in dropped])
+            self._closings.append(Background(lambda: [group.close() for group in dropped]))
 
     def _has_seat(self, name: str) -> bool:
         return any(seat.worker == self._source.worker for seat in self._seats(name))
