@@ -87,17 +87,18 @@ class Commits:
         told = box.ballots[keys.dotted(plan.number)]
         ballots = [decode(Ballot, told[pipeline]) for pipeline in range(plan.num_pipelines)]
         outcome, key = settle(ballots), keys.decision(engine, commit)
-        change = self._change(plan, engine, stepped=outcome.decision is not None, boundary=ballots[0].boundary)
+        stepped = outcome.decision is not None
+        change = self._change(plan, engine, stepped=stepped, boundary=ballots[0].boundary)
         if change is not None and outcome.decision is not None:
             outcome = replace(outcome, decision=replace(outcome.decision, reshape=True))
         after = change.plan if change is not None and ballots[0].boundary else None
-        old = [*self._old(engine, commit), *self._formed(plan, engine, stepped=outcome.decision is not None)]
+        old = [*self._old(engine, commit), *self._formed(plan, engine, stepped=stepped)]
         self._pen.write(
             [*self._conditions(after is not None), Unchanged(key, ABSENT)],
             [Put(key, encode(outcome)), *self._settled(plan), *old, *_new_plan(after)],
         )
         self._view.forget_votes(engine, commit)
-        if outcome.decision is not None:
+        if stepped:
             self._engines.add(engine)
         self._pen.did("decision", f"{engine}/{commit}")
         if change is not None and after is not None:
