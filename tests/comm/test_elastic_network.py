@@ -496,7 +496,7 @@ def test_a_peer_that_hangs_while_a_group_forms_holds_nobody_up_after_the_news(jo
         present(world := join())
         if worker == 5:
             RendezvousStore.get = hang  # type: ignore[method-assign]
-            Network.form_reductions = lambda *_: time.sleep(60)  # type: ignore[method-assign]
+            Network.pipeline = property(lambda _: time.sleep(60))  # type: ignore[assignment, method-assign]
         take_seat(world, 2)
         try:
             network(world)
