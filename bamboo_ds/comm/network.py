@@ -164,9 +164,7 @@ class Network:
 
     def form_reductions(self, names: Iterable[str]) -> None:
         """Form the groups of these reductions that are missing, all at once; this worker has a seat in each."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.result()
+        self._await_ahead()
         self._form_missing(names)
 
     def posted(self) -> list[bytes]:
@@ -274,10 +272,13 @@ class Network:
 
     def _give_up_ahead(self) -> None:
         """Wait for the groups that still form in the background: soon they are there, or not wanted any more."""
+        with contextlib.suppress(BambooError):
+            self._await_ahead()
+
+    def _await_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            with contextlib.suppress(BambooError):
-                ahead.result()
+            ahead.result()
 
     def _form_missing(self, names: Iterable[str]) -> None:
         seats = {name: self._seats(name) for name in names}
