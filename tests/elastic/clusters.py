@@ -114,7 +114,7 @@ class Train:
         try:
             member.join()
             member.await_roster()
-            member.take_seat(JobSpec(publisher=membership.worker, num_stages=self._stages, num_layers=self._stages))
+            member.take_seat(self.spec(membership))
             print(f"worker {membership.worker} of node {membership.node} trains")
             while not self._flag.exists():
                 member.check(None)
@@ -125,6 +125,10 @@ class Train:
             return membership.node, membership.worker
         finally:
             member.close()
+
+    def spec(self, membership: Membership) -> JobSpec:
+        """What this worker's script says about the job; it is asked when all have met."""
+        return JobSpec(publisher=membership.worker, num_stages=self._stages, num_layers=self._stages)
 
 
 def await_plan(cluster: LocalCluster, *, version: int = 0, within_seconds: float = 15.0) -> Plan:

@@ -28,6 +28,7 @@ from bamboo_ds.elastic.member import Member
 from bamboo_ds.elastic.membership import Membership
 from bamboo_ds.elastic.spawner import Script
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.plan.job import JobSpec
 from tests.elastic.clusters import TTL_SECONDS, Look, Train, alive, await_plan, ended, eventually, everything
 
 
@@ -230,14 +231,15 @@ def test_a_script_that_ignores_sigterm_is_killed_when_another_fails(flag: Path) 
 
 def test_a_refused_worker_leaves_and_the_others_go_on(flag: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Stages(Train):
-        def __call__(self) -> Any:
-            if Membership.read().node == "n1":  # type: ignore[union-attr]
+        def spec(self, membership: Membership) -> JobSpec:
+            if membership.node == "n1":
                 self._stages = 3
-                time.sleep(0.5)  # so that it is the other's specification that counts
-            return super().__call__()
+                board = Look(membership.etcd.endpoints[0])
+                eventually(lambda: board.get(keys.SPEC), within_seconds=20, what="the other's specification counts")
+            return super().spec(membership)
 
     with cluster(Stages(flag, stages=1), nodes=2) as running:
-        eventually(lambda: running.codes["n1"] is not None, within_seconds=15, what="n1 ends")
+        eventually(lambda: running.codes["n1"] is not None, within_seconds=30, what="n1 ends")
         assert running.codes == {"n0": None, "n1": 3}
         assert Look.at(running).get(keys.failure("job")) is None
         flag.touch()
