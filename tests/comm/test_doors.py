@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,21 @@ def door() -> Iterator[Door]:
     made = Door("127.0.0.1", waits=waits(timeout_seconds=1.0))
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def closed_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close every connection that a test has opened."""
+    begin, opened = Connection.__init__, list[Connection]()
+
+    def beginning(self: Connection, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        opened.append(self)
+
+    monkeypatch.setattr(Connection, "__init__", beginning)
+    yield
+    for connection in opened:
+        connection.close()
 
 
 def pair(door: Door, *, ours: Waits, theirs: Waits) -> tuple[Connection, Connection]:
