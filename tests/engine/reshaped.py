@@ -15,7 +15,9 @@ from torch.utils.data import Dataset
 from bamboo_ds.cli.chaos.report import read_events
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
+from bamboo_ds.elastic.member import Member
 from tests.engine.disturbed import Fault, logs
+from tests.engine.entering import before_call
 from tests.engine.training import (
     Outcome,
     Training,
@@ -59,6 +61,7 @@ class Reshaped:
     Attributes:
         first: step at which it began.
         losses: by step, of those that it took part in.
+        away: steps that went by while it stood by, as it had lost its place for a while.
         norms: likewise.
         digests: by step, of every layer that it held.
         weights: of the layers that it owned in the end.
@@ -68,6 +71,7 @@ class Reshaped:
 
     first: int
     losses: dict[int, float] = field(default_factory=dict)
+    away: list[int] = field(default_factory=list)
     norms: dict[int, float] = field(default_factory=dict)
     digests: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
@@ -81,10 +85,12 @@ def training(job: Training, stages: int, redundancy: str, prepare: Callable[[Any
     def program() -> Reshaped:
         engine = build_engine(job, stages, redundancy)
         prepare(engine)
-        outcome = Reshaped(first=engine.global_steps)
-        while (step := engine.global_steps) < job.steps:
+        outcome, stood_by = Reshaped(first=engine.global_steps), set[int]()
+        before_call(Member, "await_place", lambda *_: stood_by.add(engine.global_steps))
+        while (wanted := engine.global_steps) < job.steps:
             loss = float(engine.train_batch())
             step = engine.global_steps - 1
+            outcome.away += range(wanted, step) if wanted in stood_by else ()
             outcome.losses[step], outcome.norms[step] = loss, float(engine.get_global_grad_norm())
             outcome.digests[step] = held_digests(engine)
         outcome.weights = own_weights(engine)
@@ -180,7 +186,8 @@ def assert_as(expected: Outcome, results: Mapping[int, Reshaped], *, bound: floa
     """
     losses, weight_bound = single(expected.losses), 10 * bound
     for worker, outcome in results.items():
-        assert list(outcome.losses) == list(range(outcome.first, len(losses))), f"worker {worker} trained other steps"
+        steps = [step for step in range(outcome.first, len(losses)) if step not in outcome.away]
+        assert list(outcome.losses) == steps, f"worker {worker} trained other steps"
         off = {step: relative(loss, losses[step]) for step, loss in outcome.losses.items()}
         assert max(off.values(), default=0.0) <= bound, f"worker {worker}: {off}"
         if losses_only:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bamboo_ds.cli.local import LocalCluster
+from tests.elastic.clusters import eventually
 from tests.engine.disturbed import kill
 from tests.engine.reshaped import Reshaped, ReshapedCluster, assert_as, assert_copies_equal, undisturbed, with_data
 from tests.engine.test_failover import JOBS
@@ -85,6 +87,24 @@ def test_a_single_stage_has_no_shadow_but_the_other_pipeline_has_its_layers(resh
     results = reshaped.train(job(PLAIN), (1, 2), [kill(0, 0, before=3, step=2)])
     assert [outcome.shape for outcome in results.values()] == [(1, 1)]
     assert_as(train_one_process(job(PLAIN)), results, bound=bound(PLAIN, pipelines=2))
+
+
+def test_a_worker_that_lost_its_place_comes_back_when_there_is_one_again(reshaped: ReshapedCluster) -> None:
+    """Two pipelines become one, which leaves it without a place, and two again when nodes join."""
+    still_to_join = 2
+
+    def act(cluster: LocalCluster) -> None:
+        eventually(lambda: reshaped.events("reshaped"), within_seconds=30, what="one pipeline is left")
+        for _ in range(still_to_join):
+            cluster.add()
+
+    lost = [kill(1, 0, before=8, step=2), kill(1, 1, before=8, step=2)]
+    results = reshaped.train(job(PLAIN, steps=60), (3, 2), lost, act=act)
+    assert {outcome.shape for outcome in results.values()} == {(3, 2)}
+    came_back = [outcome for outcome in results.values() if outcome.away]
+    assert [(outcome.first, outcome.away[0]) for outcome in came_back] == [(0, 2)]
+    assert sum(outcome.first > 0 for outcome in results.values()) == still_to_join
+    assert_as(train_one_process(job(PLAIN, steps=60)), results, bound=bound(PLAIN, pipelines=2))
 
 
 def test_a_job_that_is_told_to_keep_its_shape_does_as_long_as_it_can(reshaped: ReshapedCluster) -> None:
