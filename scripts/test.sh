@@ -14,8 +14,9 @@ if (($#)); then
     exec "${tests[@]}" "$@"
 fi
 
-# Two runs at once. These rooms start few processes or none, and would leave cores idle; their output comes at the end.
-beside=(tests/cloud tests/config tests/module tests/plan tests/schedule tests/simulator tests/store tests/test_*.py)
+# Two runs at once. These rooms start few processes, or wait for time-outs, and would leave cores idle; their output
+# comes at the end.
+beside=(tests/cloud tests/config tests/elastic tests/module tests/plan tests/schedule tests/simulator tests/store tests/test_*.py)
 log=$(mktemp)
 "${tests[@]}" "${beside[@]}" >"$log" 2>&1 &
 second=$!

@@ -5,6 +5,7 @@ The data come from `training_data`, which follows the shape; a step's loss says 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,11 @@ from torch.utils.data import Dataset
 from bamboo_ds.cli.chaos.report import read_events
 from bamboo_ds.cli.local import LocalCluster
 from bamboo_ds.config.source import CONFIG_VARIABLE, encoded
+from bamboo_ds.elastic import keys
 from bamboo_ds.elastic.member import Member
+from bamboo_ds.elastic.membership import Membership
+from bamboo_ds.engine.engine import BambooPipelineEngine
+from tests.elastic.clusters import Look, eventually
 from tests.engine.disturbed import Fault, logs
 from tests.engine.entering import before_call
 from tests.engine.training import (
@@ -102,6 +107,35 @@ def training(job: Training, stages: int, redundancy: str, prepare: Callable[[Any
     return program
 
 
+def after_the_first(program: Callable[[], Reshaped], first: int, *, spare: int) -> Callable[[], Reshaped]:
+    """Return the program, such that on a busy machine, too, the first workers begin and the spare ones stand by.
+
+    Args:
+        program: of a worker.
+        first: number of workers with which the job begins; those with higher ids wait for that.
+        spare: number of workers that must stand by before the first ones train.
+    """
+
+    def run() -> Reshaped:
+        seat = Membership.read()
+        assert seat is not None
+        board = Look(seat.etcd.endpoints[0], job=seat.job)
+        if seat.worker >= first:
+            eventually(lambda: board.get(keys.ROSTER), within_seconds=LONGEST_SECONDS, what="the job begins")
+        elif spare:
+            before_call(BambooPipelineEngine, "train_batch", functools.partial(_await_ready, board, first + spare))
+        return program()
+
+    return run
+
+
+def _await_ready(board: Look, count: int, engine: BambooPipelineEngine, *_: Any) -> None:
+    """Wait before the first step until so many workers have a place or stand by."""
+    if not engine.global_steps:
+        what = f"{count} workers are ready"
+        eventually(lambda: len(board.list(keys.READY)) >= count, within_seconds=LONGEST_SECONDS, what=what)
+
+
 class ReshapedCluster:
     """Runs jobs one after the other, each with an etcd of its own.
 
@@ -124,6 +158,7 @@ class ReshapedCluster:
         act: Callable[[LocalCluster], None] = lambda cluster: None,
         around: Callable[[Callable[[], Reshaped]], Callable[[], Reshaped]] = lambda program: program,
         prepare: Callable[[Any], None] = lambda engine: None,
+        await_spare: bool = True,
     ) -> dict[int, Reshaped]:
         """Train with one worker a node, and return what the survivors left, by worker id.
 
@@ -137,14 +172,16 @@ class ReshapedCluster:
             act: is called while it runs.
             around: makes the program of a worker of the usual one.
             prepare: is given the engine of each worker before it trains.
+            await_spare: whether to train only when all nodes stand by that are beyond the first shape.
         """
         self._runs += 1
         folder = self._logs()
         block = {**job.config.get("bamboo", {}), "fault_injection": list(faults)}
         job = replace(with_data(job), config={**job.config, "bamboo": block})
         first = shape[0] * shape[1]
+        program = around(training(job, shape[0], redundancy, prepare))
         with LocalCluster(
-            around(training(job, shape[0], redundancy, prepare)),
+            after_the_first(program, first, spare=spare if await_spare else 0),
             nodes=first + spare,
             start_workers=first,
             job=f"reshaped-{self._runs}",
