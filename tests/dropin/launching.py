@@ -33,6 +33,9 @@ from bamboo_ds.cli.bench.workers import free_port, warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
+MEMORY_OF_TESTS = "bamboo-test-"
+"""What names of shared memory begin with that a test makes itself; others look for what was left there meanwhile."""
+
 _TOKEN = "BAMBOO_TEST_TOKEN"
 _BEQUEST_SECONDS = 5.0
 _NOT_OURS = ("torchelastic_", "torchinductor_")  # torchrun's logs of a failed job, and the cache that torch shares
@@ -245,16 +248,16 @@ def _end(pids: Mapping[int, int], codes: dict[int, int]) -> None:
 @contextlib.contextmanager
 def _looking_for_remains(temporary: Path) -> Iterator[list[str]]:
     found: list[str] = []
-    shared_before, before = set(_shared_memory()), set(temporary.iterdir())
+    shared_before, before = set(shared_memory()), set(temporary.iterdir())
     yield found
-    found += [f"/dev/shm/{name}" for name in _shared_memory() if name not in shared_before]
+    found += [f"/dev/shm/{name}" for name in shared_memory() if name not in shared_before]
     new = [path.name for path in temporary.iterdir() if path not in before]
     found += [f"temporary {name}" for name in new if not name.startswith(_NOT_OURS)]
 
 
-def _shared_memory() -> list[str]:
-    """List files of /dev/shm that gloo, torch or DeepSpeed may have made; other tests run on the machine as well."""
-    return os.listdir("/dev/shm")
+def shared_memory() -> list[str]:
+    """List files of /dev/shm but for those of tests that make some and run at the same time."""
+    return [name for name in os.listdir("/dev/shm") if not name.startswith(MEMORY_OF_TESTS)]
 
 
 def _with_token(token: str) -> list[psutil.Process]:

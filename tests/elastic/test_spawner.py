@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from bamboo_ds.elastic.spawner import Change, Program, Script, Spawner, SpawnerLostError, sweep
+from tests.dropin.launching import MEMORY_OF_TESTS
 from tests.elastic.clusters import alive, ended, eventually
 from tests.elastic.conftest import Nursery
 
@@ -197,7 +198,7 @@ def test_what_a_worker_started_ends_with_it(nursery: Make, tmp_path: Path, stubb
 
 def test_shared_memory_of_a_killed_worker_is_removed(nursery: Make) -> None:
     def program() -> None:
-        memory = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+        memory = multiprocessing.shared_memory.SharedMemory(f"{MEMORY_OF_TESTS}{os.getpid()}", create=True, size=4096)
         print(memory.name, flush=True)
         time.sleep(60)
 

@@ -29,6 +29,7 @@ from bamboo_ds.cli.chaos.drive import Deed  # noqa: E402
 from bamboo_ds.cli.chaos.journal import StepLine  # noqa: E402
 from bamboo_ds.config.cloud import load_cloud_config  # noqa: E402
 from bamboo_ds.simulator.trace import Change  # noqa: E402
+from tests.dropin.launching import shared_memory  # noqa: E402
 
 CONFIG = {
     "train_batch_size": 16,
@@ -236,7 +237,7 @@ def is_open(address: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_go_and_come_and_nothing_is_lost_and_nothing_is_left(start: Callable[..., Demo]) -> None:
-    before = {*os.listdir("/dev/shm")}
+    before = {*shared_memory()}
     run = start("--steps", 150)
     servers: set[str] = set()
     while run.process.poll() is None:
@@ -262,7 +263,7 @@ def test_nodes_go_and_come_and_nothing_is_lost_and_nothing_is_left(start: Callab
     assert len(servers) == 2
     assert not [server for server in servers if is_open(server)]
     assert run.temporary_folders() == []
-    assert {*os.listdir("/dev/shm")} <= before
+    assert {*shared_memory()} <= before
 
 
 @pytest.mark.slow
