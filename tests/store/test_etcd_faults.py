@@ -197,6 +197,14 @@ def test_a_call_waits_for_a_server_that_comes_back_before_the_deadline(
     store = connect(own_etcd)
     first = store.put("plan", b"1")
     own_etcd.kill()
+
+    def is_refused() -> bool:
+        with pytest.raises(StoreUnavailableError) as caught:
+            store.get("plan", timeout_seconds=0.5)
+        return "Connection refused" in str(caught.value)
+
+    # What is sent before the client has noticed the end of the server may have been done.
+    eventually(is_refused, within_seconds=20, what="the client knows that nobody listens")
     timer = threading.Timer(0.5, own_etcd.start)
     timer.start()
     # A write, too: it certainly was not done while nobody listened.
