@@ -239,7 +239,7 @@ def test_a_refused_worker_leaves_and_the_others_go_on(flag: Path, capfd: pytest.
             return super().spec(membership)
 
     with cluster(Stages(flag, stages=1), nodes=2) as running:
-        eventually(lambda: running.codes["n1"] is not None, within_seconds=30, what="n1 ends")
+        eventually(lambda: running.codes["n1"] is not None, within_seconds=15, what="n1 ends")
         assert running.codes == {"n0": None, "n1": 3}
         assert Look.at(running).get(keys.failure("job")) is None
         flag.touch()

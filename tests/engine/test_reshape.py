@@ -91,11 +91,11 @@ def test_a_single_stage_has_no_shadow_but_the_other_pipeline_has_its_layers(resh
 
 def test_a_worker_that_lost_its_place_comes_back_when_there_is_one_again(reshaped: ReshapedCluster) -> None:
     """Two pipelines become one, which leaves it without a place, and two again when nodes join."""
-    still_to_join = 2
+    joiners = 2
 
     def act(cluster: LocalCluster) -> None:
         eventually(lambda: reshaped.events("reshaped"), within_seconds=30, what="one pipeline is left")
-        for _ in range(still_to_join):
+        for _ in range(joiners):
             cluster.add()
 
     lost = [kill(1, 0, before=8, step=2), kill(1, 1, before=8, step=2)]
@@ -103,7 +103,7 @@ def test_a_worker_that_lost_its_place_comes_back_when_there_is_one_again(reshape
     assert {outcome.shape for outcome in results.values()} == {(3, 2)}
     came_back = [outcome for outcome in results.values() if outcome.away]
     assert [(outcome.first, outcome.away[0]) for outcome in came_back] == [(0, 2)]
-    assert sum(outcome.first > 0 for outcome in results.values()) == still_to_join
+    assert sum(outcome.first > 0 for outcome in results.values()) == joiners
     assert_as(train_one_process(job(PLAIN, steps=60)), results, bound=bound(PLAIN, pipelines=2))
 
 
